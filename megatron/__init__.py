@@ -1,0 +1,1 @@
+"""Megatron-style long-context pretraining."""
