@@ -1,0 +1,148 @@
+"""Who this process is: rank, world size and rendezvous, from torchrun or from Slurm.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; ``srun`` with one
+task per rank sets SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and SLURM_JOB_NODELIST. Without
+either the world is one process. This module is read once, by the entry point, and imports
+nothing heavy.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+SLURM_PORT_BASE = 20000
+SLURM_PORT_RANGE = 20000
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchEnvironment:
+    """Rank and rendezvous of one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    """``torchrun``, ``slurm`` or ``single``."""
+
+    def describe(self) -> str:
+        """One line for error messages and the log."""
+        return (
+            f"rank {self.rank} of {self.world_size}, local rank {self.local_rank}, "
+            f"rendezvous {self.master_addr}:{self.master_port} ({self.launcher})"
+        )
+
+
+def slurm_port(job_id: int) -> int:
+    """A rendezvous port that differs between the jobs of a node."""
+    return SLURM_PORT_BASE + job_id % SLURM_PORT_RANGE
+
+
+def first_host(node_list: str) -> str:
+    """First host of a Slurm node list such as ``gpu[03-07,9],login1`` -> ``gpu03``.
+
+    ``scontrol show hostnames`` is asked where it exists (it knows every form); the usual
+    forms are understood without it.
+    """
+    if shutil.which("scontrol"):
+        answer = subprocess.run(
+            ["scontrol", "show", "hostnames", node_list],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if answer.returncode == 0 and answer.stdout.strip():
+            return answer.stdout.split()[0]
+    match = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\]([^,\[]*))?", node_list.strip())
+    if match is None:
+        raise ValueError(f"SLURM_JOB_NODELIST {node_list!r} names no host")
+    prefix, inside, suffix = match.group(1), match.group(2), match.group(3)
+    if inside is None:
+        return prefix
+    first = re.split(r"[-,]", inside)[0]
+    return f"{prefix}{first}{suffix or ''}"
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(f"{name}={environ[name]!r} must be a whole number") from None
+
+
+def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
+    per_node = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    if per_node is None:
+        if world_size % nodes:
+            raise ValueError(
+                f"SLURM_NTASKS={world_size} tasks don't divide over {nodes} nodes; start the "
+                "same number on each node (--ntasks-per-node)"
+            )
+        return world_size // nodes
+    match = re.match(r"(\d+)", per_node)
+    count = int(match.group(1)) if match else 0
+    if count * nodes != world_size:
+        raise ValueError(
+            f"SLURM_NTASKS={world_size} is not {nodes} nodes x {per_node} tasks per node; "
+            "start one task per device on every node (--nodes, --ntasks-per-node)"
+        )
+    return count
+
+
+def _check_slurm_devices(environ: Mapping[str, str], per_node: int) -> None:
+    devices = environ.get("SLURM_GPUS_ON_NODE")
+    if devices and devices.isdigit() and int(devices) not in (0, per_node):
+        if "SLURM_GPUS_PER_TASK" in environ:
+            return
+        raise ValueError(
+            f"{per_node} tasks on this node but SLURM_GPUS_ON_NODE={devices} GPUs; start one "
+            f"task per GPU (--ntasks-per-node={devices})"
+        )
+
+
+def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Read rank and rendezvous from the environment of torchrun, srun or neither.
+
+    Raises:
+        ValueError: when the variables contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rank, world = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+        local = int(environ.get("LOCAL_RANK", rank))
+        env = LaunchEnvironment(
+            rank,
+            world,
+            local,
+            int(environ.get("LOCAL_WORLD_SIZE", world)),
+            environ.get("MASTER_ADDR", "127.0.0.1"),
+            int(environ.get("MASTER_PORT", 29500)),
+            "torchrun",
+        )
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        world = _integer(environ, "SLURM_NTASKS")
+        per_node = _slurm_ranks_per_node(environ, world)
+        _check_slurm_devices(environ, per_node)
+        nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        port = environ.get("MASTER_PORT")
+        env = LaunchEnvironment(
+            _integer(environ, "SLURM_PROCID"),
+            world,
+            int(environ.get("SLURM_LOCALID", 0)),
+            per_node,
+            environ.get("MASTER_ADDR") or first_host(nodes),
+            int(port) if port else slurm_port(_integer(environ, "SLURM_JOB_ID")),
+            "slurm",
+        )
+    else:
+        env = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    if not 0 <= env.rank < env.world_size:
+        raise ValueError(f"rank {env.rank} must lie in 0..{env.world_size - 1} (world size)")
+    return env

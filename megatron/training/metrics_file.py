@@ -1,0 +1,73 @@
+"""The metrics file: one JSON object a line, each line one flushed write.
+
+A run that is killed can leave a torn last line; the resumed run cuts it. Iterations that
+run again are written again, so the last line of an iteration counts.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut what follows the last newline of ``path``; returns the number of bytes cut."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep, block = size, 4096
+        while keep > 0:
+            start = max(0, keep - block)
+            file.seek(start)
+            end = file.read(keep - start).rfind(b"\n")
+            if end >= 0:
+                keep = start + end + 1
+                break
+            keep = start
+        file.truncate(keep)
+    return size - keep
+
+
+class MetricsFile:
+    """Appends JSON lines to a file; ``fresh`` starts it anew, else a torn line is cut."""
+
+    def __init__(self, path: str, *, fresh: bool) -> None:
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not fresh:
+            cut_torn_line(file)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0)
+        self._descriptor = os.open(file, flags, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append ``record`` as one line by one write; NaN and infinity become null."""
+        clean = {key: _finite(value) for key, value in record.items()}
+        os.write(self._descriptor, (json.dumps(clean) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is an error."""
+        os.close(self._descriptor)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not (-float("inf") < value < float("inf")):
+        return None
+    return value
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """Records of a metrics file in order, the last line of an iteration counting.
+
+    Evaluation lines (``eval_lm_loss``) and training lines of one iteration are kept apart.
+    """
+    latest: dict[tuple[Any, str], dict[str, Any]] = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                break
+            record = json.loads(line)
+            kind = record.get("split", "valid") if "eval_lm_loss" in record else "train"
+            latest[(record.get("iteration"), kind)] = record
+    return sorted(latest.values(), key=lambda r: (r.get("iteration", 0), "eval_lm_loss" in r))
