@@ -21,9 +21,21 @@ class RankError(AssertionError):
     """A rank raised, died or ran out of time."""
 
 
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "pytest",
+]
+"""What the forkserver imports once, so that ranks need not."""
+
+
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(_PRELOAD)
     return context
 
 

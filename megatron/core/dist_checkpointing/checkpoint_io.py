@@ -1,0 +1,205 @@
+"""Write and read one checkpoint, together with all ranks.
+
+Every function with a ``group`` is collective: all ranks call it, and a failure on one rank
+raises :class:`CheckpointError` on all. ``group`` is a gloo group of the whole world; saves in
+the background use one of their own.
+
+Cost of a save: each rank writes its pieces once (chunks held by several ranks once over all)
+and their checksums are taken while writing. Cost of a load: each file is read once by one rank
+for its checksum (unless told not to), then each rank reads what overlaps its pieces.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megatron.core.dist_checkpointing import directory
+from megatron.core.dist_checkpointing.errors import CheckpointError, describe, on_all_ranks
+from megatron.core.dist_checkpointing.pieces import Piece
+from megatron.core.dist_checkpointing.planners import PieceLoadPlanner, PieceSavePlanner
+from megatron.core.dist_checkpointing.storage import (
+    ChecksumWriter,
+    SafeReader,
+    read_metadata_safely,
+)
+
+SPACE_RESERVE = 64 << 20
+"""Bytes that must stay free beside a checkpoint (listing, state, metrics)."""
+
+
+def _on_first(action: Callable[[], None], group: dist.ProcessGroup, what: str) -> None:
+    on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group, what)
+
+
+def _bytes_to_write(pieces: Mapping[str, Piece], group: dist.ProcessGroup) -> int:
+    """Stored bytes of all ranks together, chunks that several ranks hold counted once."""
+    mine = {(n, p.offsets): p.nbytes for n, p in pieces.items()}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    merged: dict[Any, int] = {}
+    for part in gathered:
+        merged.update(part)
+    return sum(merged.values())
+
+
+def write_checkpoint(
+    root: Path,
+    iteration: int,
+    pieces: Mapping[str, Piece],
+    state: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup,
+    keep: int = 0,
+) -> Path:
+    """Write a checkpoint and, once all of it is on disk, point to it. Collective.
+
+    Args:
+        root: folder of all checkpoints of the run.
+        iteration: number of finished steps.
+        pieces: this rank's part of every tensor, by global name.
+        state: what isn't a tensor; JSON; rank 0's counts.
+        group: gloo group of the whole world.
+        keep: how many newest checkpoints stay (0: all).
+
+    Raises:
+        CheckpointError: on all ranks; the checkpoints that were there stay untouched.
+    """
+    needed = _bytes_to_write(pieces, group) + SPACE_RESERVE
+    name = f".saving_{directory.iteration_folder(root, iteration).name}"
+    saving = root / name
+
+    def prepare() -> None:
+        directory.open_saving_folder(root, iteration)
+        directory.check_free_space(root, needed)
+
+    try:
+        _on_first(prepare, group, f"preparing {saving}")
+        files = _write_tensors(saving, dict(pieces), group)
+
+        def finish() -> None:
+            body = json.dumps(state, indent=1).encode()
+            directory.write_atomically(saving / directory.STATE_FILE, body)
+            files[directory.STATE_FILE] = (zlib.crc32(body), len(body))
+            directory.write_checksums(saving, files)
+            directory.publish(root, iteration)
+            directory.write_pointer(root, iteration)
+            directory.prune(root, keep)
+
+        _on_first(finish, group, f"completing {saving}")
+    except CheckpointError:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(saving, ignore_errors=True)
+        raise
+    return directory.iteration_folder(root, iteration)
+
+
+def _write_tensors(
+    folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup
+) -> dict[str, tuple[int, int]]:
+    writer = ChecksumWriter(folder)
+    try:
+        dcp_save(
+            dict(pieces),
+            storage_writer=writer,
+            planner=PieceSavePlanner(pieces),
+            process_group=group,
+        )
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"writing {folder} failed on {describe(error)}") from error
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, writer.written, group=group)
+    return {name: entry for part in gathered for name, entry in part.items()}
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The part of a checkpoint that isn't tensors.
+
+    Raises:
+        CheckpointError: if it is missing or damaged.
+    """
+    path = folder / directory.STATE_FILE
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no mapping")
+    return state
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in a checkpoint; needs no process group."""
+    listing = read_metadata_safely(folder / ".metadata").state_dict_metadata
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in listing.items()}
+
+
+def verify_checkpoint(folder: Path, *, group: dist.ProcessGroup) -> None:
+    """Check the crc32 of every file, each file by one rank. Collective.
+
+    Raises:
+        CheckpointError: naming each damaged file, on all ranks.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+
+    def check() -> None:
+        names = sorted(directory.read_checksums(folder))
+        problems = directory.damaged_files(folder, names[rank::world])
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
+    on_all_ranks(check, group, f"verifying {folder}")
+
+
+def read_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: dist.ProcessGroup) -> None:
+    """Read this rank's pieces from a checkpoint of any layout, in place. Collective.
+
+    Raises:
+        CheckpointError: if a name or a shape differs, naming it, on all ranks.
+    """
+    live = dict(pieces)
+    listing = folder / ".metadata"
+    metadata = on_all_ranks(lambda: read_metadata_safely(listing), group, f"reading {folder}")
+    try:
+        dcp_load(
+            dict(live),
+            storage_reader=SafeReader(folder, metadata),
+            planner=PieceLoadPlanner(live),
+            process_group=group,
+        )
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"reading {folder} failed on {describe(error)}") from error
+
+
+def choose_checkpoint(
+    root: Path, *, iteration: int | None, group: dist.ProcessGroup
+) -> tuple[int | None, str | None]:
+    """(iteration to load or None, warning or None), the same on all ranks. Collective.
+
+    Raises:
+        CheckpointError: if the asked ``iteration`` has no whole checkpoint under ``root``.
+    """
+    answer: list[Any] = [None]
+
+    def choose() -> None:
+        if iteration is None:
+            answer[0] = directory.latest_iteration(root)
+            return
+        if not directory.is_complete(directory.iteration_folder(root, iteration)):
+            whole = directory.complete_iterations(root)
+            raise CheckpointError(
+                f"--ckpt-step {iteration} has no whole checkpoint in {root}; there are {whole}"
+            )
+        answer[0] = (iteration, None)
+
+    _on_first(choose, group, f"choosing a checkpoint in {root}")
+    dist.broadcast_object_list(answer, group_src=0, group=group)
+    chosen: tuple[int | None, str | None] = tuple(answer[0])
+    return chosen

@@ -1,0 +1,216 @@
+"""Where checkpoints lie, which of them are whole, and which one is the latest.
+
+    DIR/.saving_iter_0000100/    a save in progress; becomes, by one rename,
+    DIR/iter_0000100/            the checkpoint of an iteration
+        __0_0.distcp ...         tensors, one file or more per rank
+        .metadata                which tensor lies where
+        state.json               everything that isn't a tensor
+        checksums.json           written last: crc32 and size of every file above
+    DIR/latest_checkpointed_iteration.txt    replaced atomically after checksums.json
+
+A folder without ``checksums.json``, or whose files are missing or shorter than it says, is not
+a checkpoint. Nothing here needs a process group.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+
+POINTER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "state.json"
+CHECKSUM_FILE = "checksums.json"
+_SAVING_PREFIX = ".saving_"
+_FOLDER = re.compile(r"^iter_(\d{7,})$")
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Folder of one iteration's checkpoint."""
+    return root / f"iter_{iteration:07d}"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a temporary file beside ``path``, flush it to disk, rename it over ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_checksums(folder: Path, files: dict[str, tuple[int, int]]) -> None:
+    """Write ``checksums.json``: name -> (crc32, bytes); this makes the folder a checkpoint."""
+    listing = {name: {"crc32": crc, "bytes": size} for name, (crc, size) in sorted(files.items())}
+    body = json.dumps(listing, sort_keys=True)
+    record = {"files": listing, "crc32": zlib.crc32(body.encode())}
+    write_atomically(folder / CHECKSUM_FILE, json.dumps(record, indent=1).encode())
+
+
+def read_checksums(folder: Path) -> dict[str, tuple[int, int]]:
+    """Name -> (crc32, bytes) of a checkpoint's files.
+
+    Raises:
+        CheckpointError: if the list is missing or damaged.
+    """
+    path = folder / CHECKSUM_FILE
+    try:
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        listing = record["files"]
+        if zlib.crc32(json.dumps(listing, sort_keys=True).encode()) != record["crc32"]:
+            raise ValueError("its own checksum does not match")
+        return {name: (int(entry["crc32"]), int(entry["bytes"])) for name, entry in listing.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: no {CHECKSUM_FILE}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder has its checksums and all files at their full size."""
+    try:
+        files = read_checksums(folder)
+    except CheckpointError:
+        return False
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, (_, size) in files.items()
+    )
+
+
+def file_crc32(path: Path) -> tuple[int, int]:
+    """(crc32, bytes) of a file, read in pieces of 8 MiB."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while block := file.read(8 << 20):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return crc, size
+
+
+def damaged_files(folder: Path, names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint, one line each; empty if nothing."""
+    expected = read_checksums(folder)
+    problems = []
+    for name in names:
+        crc, size = expected[name]
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+            continue
+        found_crc, found_size = file_crc32(path)
+        if found_size != size:
+            problems.append(f"{path} has {found_size} bytes instead of {size}")
+        elif found_crc != crc:
+            problems.append(f"{path} has crc32 {found_crc:08x} instead of {crc:08x}")
+    return problems
+
+
+def all_iterations(root: Path) -> list[int]:
+    """Iterations that have a folder, whole or not, in ascending order."""
+    if not root.is_dir():
+        return []
+    matches = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Iterations with a whole checkpoint, in ascending order."""
+    return [i for i in all_iterations(root) if is_complete(iteration_folder(root, i))]
+
+
+def write_pointer(root: Path, iteration: int) -> None:
+    """Atomically name ``iteration`` as the latest checkpoint."""
+    write_atomically(root / POINTER, f"{iteration}\n".encode())
+
+
+def latest_iteration(root: Path) -> tuple[int | None, str | None]:
+    """(latest whole checkpoint or None, a warning or None).
+
+    The pointer file is believed if it names a whole checkpoint; if it is empty, garbage or
+    names a broken one, the newest whole checkpoint counts and the warning says so.
+    """
+    pointer = root / POINTER
+    whole = complete_iterations(root)
+    newest = whole[-1] if whole else None
+    if not pointer.exists():
+        if newest is None:
+            return None, None
+        return newest, f"{pointer} is missing; taking the newest whole checkpoint, {newest}"
+    text = pointer.read_bytes()[:64].decode(errors="replace").strip()
+    if text.isdecimal() and int(text) in whole:
+        return int(text), None
+    found = f"taking the newest whole checkpoint, {newest}" if whole else "and none is whole"
+    return newest, f"{pointer} says {text!r}, which is no whole checkpoint here; {found}"
+
+
+def prune(root: Path, keep: int) -> list[int]:
+    """Remove all but the ``keep`` newest whole checkpoints (0: keep all); returns what went.
+
+    Broken folders older than the newest whole checkpoint go too. The newest whole checkpoint
+    always stays.
+    """
+    whole = complete_iterations(root)
+    if keep <= 0 or not whole:
+        return []
+    kept = set(whole[-keep:])
+    gone = [i for i in all_iterations(root) if i not in kept and i < whole[-1]]
+    for iteration in gone:
+        folder = iteration_folder(root, iteration)
+        # Without its checksums the folder is no checkpoint: a kill in between can't mislead.
+        (folder / CHECKSUM_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return gone
+
+
+def open_saving_folder(root: Path, iteration: int) -> Path:
+    """A fresh folder for a save in progress; leavings of interrupted saves are removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leaving in root.glob(f"{_SAVING_PREFIX}*"):
+        shutil.rmtree(leaving)
+    folder = root / f"{_SAVING_PREFIX}{iteration_folder(root, iteration).name}"
+    folder.mkdir()
+    return folder
+
+
+def publish(root: Path, iteration: int) -> Path:
+    """Give a finished save its final name; an older folder of that name makes room first."""
+    final = iteration_folder(root, iteration)
+    saving = root / f"{_SAVING_PREFIX}{final.name}"
+    old = root / f"{_SAVING_PREFIX}old_{final.name}"
+    if final.exists():
+        os.replace(final, old)
+    os.replace(saving, final)
+    sync_folder(root)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def check_free_space(root: Path, needed: int) -> None:
+    """Refuse a save that the disk can't hold.
+
+    Raises:
+        CheckpointError: if fewer than ``needed`` bytes are free under ``root``.
+    """
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise CheckpointError(
+            f"{root} has {free / 1e9:.2f} GB free and the checkpoint needs {needed / 1e9:.2f} GB; "
+            "free some space, lower --keep-checkpoints or save elsewhere (--save)"
+        )

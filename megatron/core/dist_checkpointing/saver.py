@@ -1,0 +1,87 @@
+"""Saves, in the step or in the background.
+
+A background save copies this rank's pieces to the CPU (the only time training waits), then a
+thread writes them over a process group of its own, so it never mixes with the collectives of
+training. Its failure is kept until :meth:`CheckpointSaver.failure` is asked, once a step.
+"""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.checkpoint_io import write_checkpoint
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.pieces import Piece
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of one run, one at a time.
+
+    Args:
+        root: folder of the run's checkpoints.
+        group: gloo group of the whole world that nothing else uses.
+        background: whether writing goes on while training does.
+        keep: how many newest checkpoints stay (0: all).
+    """
+
+    def __init__(
+        self, root: Path, *, group: dist.ProcessGroup, background: bool = False, keep: int = 0
+    ) -> None:
+        self.root = root
+        self._group = group
+        self._background = background
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def save(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
+        """Save; in the background after a snapshot, else at once. Collective.
+
+        Raises:
+            CheckpointError: if this save, or an earlier one in the background, failed.
+        """
+        self.wait()
+        if not self._background:
+            self._write(iteration, pieces, state)
+            return
+        snapshot = {name: piece.copied() for name, piece in pieces.items()}
+        self._thread = threading.Thread(
+            target=self._write_quietly,
+            args=(iteration, snapshot, dict(state)),
+            name="checkpoint-saver",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _write(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
+        write_checkpoint(self.root, iteration, pieces, state, group=self._group, keep=self._keep)
+
+    def _write_quietly(
+        self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._write(iteration, pieces, state)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CheckpointError(f"saving iteration {iteration}: {error}")
+
+    def failure(self) -> CheckpointError | None:
+        """Why the last background save failed, or None; doesn't wait."""
+        return self._error
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
