@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parallel,
+    column_parallel_weights,
 )
 from megatron.core.tensor_parallel.parameters import (
     TensorParallel,
@@ -31,6 +32,7 @@ __all__ = [
     "TensorParallel",
     "VocabParallelEmbedding",
     "column_parallel",
+    "column_parallel_weights",
     "dropout",
     "lm_head_loss",
     "lm_head_token_losses",

@@ -176,7 +176,7 @@ def column_parallel_weights(
     tp: TensorParallel,
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> tuple[torch.Tensor, ...]:
-    """`column_parallel` for (weight, bias) pairs that are local already (parts of one parameter)."""
+    """`column_parallel` for local (weight, bias) pairs, such as parts of one parameter."""
     if tp.group is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in parameters)
     flat = [tensor for pair in parameters for tensor in pair]
