@@ -21,7 +21,7 @@ class FlagInfo:
     metavar: str | tuple[str, ...] | None = None
     nargs: str | int | None = None
     off_name: str | None = None
-    """For a bool: the name of the flag that turns it off, when it isn't ``--no-<name>``."""
+    """For a bool: one more name of the flag that turns it off, beside ``--no-<name>``."""
 
 
 def flag(
@@ -43,3 +43,20 @@ def flag_info(field: "dataclasses.Field[Any]") -> FlagInfo | None:
     info = field.metadata.get(METADATA_KEY)
     assert info is None or isinstance(info, FlagInfo)
     return info
+
+
+def flag_name(field_name: str) -> str:
+    """``hidden_size`` -> ``--hidden-size``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def off_names(field_name: str, info: FlagInfo) -> tuple[str, ...]:
+    """The flags that turn a bool off: the ``off_name`` first, then ``--no-<name>``.
+
+    A field that is itself named ``no_...`` is turned off by the name without it.
+    """
+    if field_name.startswith("no_"):
+        plain = flag_name(field_name.removeprefix("no_"))
+    else:
+        plain = flag_name("no_" + field_name)
+    return (info.off_name, plain) if info.off_name else (plain,)

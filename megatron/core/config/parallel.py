@@ -1,6 +1,7 @@
 """How the world is split: tensor x context (ulysses x ring) x pipeline x data."""
 
 import dataclasses
+import math
 
 from megatron.core.config.flags import flag
 
@@ -49,3 +50,23 @@ class ParallelConfig:
         None, "Default: nccl with GPUs, gloo without.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(10.0, "Time limit of a collective.")
+
+
+def layout_multiple(kind: str, ring_size: int, ulysses_size: int = 1) -> int:
+    """The number that a row's length must be a multiple of, for a layout ``kind``.
+
+    Zigzag and balanced layouts deal 2 x ring equal chunks; every layout cuts a row in
+    ring x ulysses equal pieces.
+
+    Raises:
+        ValueError: for an unknown kind or a size below 1.
+    """
+    if kind not in CP_LAYOUTS:
+        raise ValueError(f"--cp-layout {kind!r} must be one of {', '.join(CP_LAYOUTS)}")
+    if ring_size < 1 or ulysses_size < 1:
+        raise ValueError(
+            f"ring size {ring_size} and ulysses size {ulysses_size} must be at least 1"
+        )
+    if kind in ("contiguous", "striped"):
+        return ring_size * ulysses_size
+    return math.lcm(2 * ring_size, ring_size * ulysses_size)

@@ -1,0 +1,1 @@
+"""Command line -> configuration, checked as a whole before anything starts."""
