@@ -1,0 +1,70 @@
+"""Floating-point operations of a GPT's training step, for TFLOP/s and MFU.
+
+A multiply-add is two operations, backward is twice forward, and recompute is never counted: MFU
+asks how fast the model was trained, not how busy the machine was (PaLM, arXiv 2204.02311,
+appendix B). Attention counts the pairs that are visible: documents are isolated, so a row of short
+documents costs far less than ``S * S / 2``; a sliding window counts its band.
+
+    forward per token  = 2 * (matrix weights of the layers + the output head)
+    forward per pair   = 4 * head_dim * query heads * layers     (scores and their use)
+
+Left out, as everywhere: norms, activations, RoPE, softmax, the embedding look-up (below 1 %).
+Pure arithmetic; counts are of the whole model, over all ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron.core.config import ModelConfig
+
+
+def matmul_weights(config: ModelConfig) -> int:
+    """Number of weights that each token is multiplied with: layers and output head, no biases.
+
+    The head counts the vocabulary that is really used; rows of padding do no useful work.
+    """
+    assert config.num_layers and config.hidden_size and config.num_attention_heads
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    mlp = hidden * config.ffn_size * (3 if config.swiglu else 2)
+    vocab = config.vocab_size or 0
+    return config.num_layers * (attention + mlp) + vocab * hidden
+
+
+def document_pairs(length: int, window: int | None = None) -> int:
+    """Visible (query, key) pairs of a causal document: ``n(n+1)/2``, or the band of a window."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def visible_pairs(
+    cu_seqlens: Iterable[torch.Tensor | Sequence[int]], window: int | None = None
+) -> int:
+    """Visible pairs of rows packed with documents (one ``cu_seqlens`` [documents + 1] a row)."""
+    total = 0
+    for row in cu_seqlens:
+        lengths = torch.as_tensor(row, dtype=torch.int64).diff()
+        seen = lengths if window is None else lengths.clamp(max=window)
+        band = 0 if window is None else window * (lengths - seen)
+        total += int((seen * (seen + 1) // 2 + band).sum())
+    return total
+
+
+def training_flops(config: ModelConfig, tokens: int, pairs: int) -> int:
+    """Operations of forward and backward over ``tokens`` input tokens with ``pairs`` visible pairs.
+
+    ``pairs`` as :func:`visible_pairs` counts them over the same rows; both may be sums over
+    micro-batches and ranks.
+    """
+    assert config.num_layers and config.num_attention_heads
+    per_pair = 4 * config.head_dim * config.num_attention_heads * config.num_layers
+    return 3 * (2 * matmul_weights(config) * tokens + per_pair * pairs)
+
+
+def flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Operations of training per token for dense rows: one document of ``seq_length`` tokens."""
+    pairs = document_pairs(seq_length, config.window_size)
+    return training_flops(config, seq_length, pairs) / seq_length

@@ -1,0 +1,107 @@
+"""RMSNorm and LayerNorm with statistics in at least fp32, whatever the type of the activations.
+
+    LayerNorm  y = (x - mean) * rstd * weight + bias        (Ba et al., arXiv 1607.06450)
+    RMSNorm    y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps)   (arXiv 1910.07467)
+
+The weights are replicated over tensor-parallel ranks. Where a rank normalizes only a part of the
+activations (a sequence shard, its own heads), ``partial`` says that the weight gradient must be
+summed over tp.
+
+RMSNorm on the CPU: torch has a fused forward and no fused backward (five elementwise passes).
+LayerNorm's fused backward with mean 0 gives RMSNorm's dweight, and its dx but for one term:
+
+    dx_rms = dx_layer + rstd * mean(dy * weight)
+
+so the backward is that kernel, one matrix-vector product and one in-place update.
+
+Cost: saves x and one (RMSNorm) or two numbers a row. It does not: fuse the residual addition.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.config import ModelConfig
+from megatron.core.tensor_parallel import TensorParallel, local
+from megatron.core.tensor_parallel.initialization import ONES
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalization of the last dim.
+
+    Args:
+        size: length of the last dim.
+        tp: tensor-parallel context.
+        name: global name of the module; its parameter is ``name.weight``.
+        eps: added to the mean square.
+        partial: this tp rank sees a part of the activations only.
+    """
+
+    def __init__(
+        self, size: int, tp: TensorParallel, *, name: str, eps: float, partial: bool
+    ) -> None:
+        super().__init__()
+        self.size, self.eps, self.partial = size, eps, partial
+        self.weight = tp.parameter(f"{name}.weight", (size,), init=ONES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size] of the same type."""
+        weight = local(self.weight, partial=self.partial)
+        if x.device.type == "cpu":
+            return _RMSNormCPU.apply(x, weight, self.eps)
+        return F.rms_norm(x, (self.size,), weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """Size and epsilon."""
+        return f"{self.size}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """Layer normalization of the last dim, with bias. Arguments as :class:`RMSNorm`."""
+
+    def __init__(
+        self, size: int, tp: TensorParallel, *, name: str, eps: float, partial: bool
+    ) -> None:
+        super().__init__()
+        self.size, self.eps, self.partial = size, eps, partial
+        self.weight = tp.parameter(f"{name}.weight", (size,), init=ONES)
+        self.bias = tp.parameter(f"{name}.bias", (size,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size] of the same type."""
+        weight = local(self.weight, partial=self.partial)
+        bias = local(self.bias, partial=self.partial)
+        return F.layer_norm(x, (self.size,), weight, bias, self.eps)
+
+    def extra_repr(self) -> str:
+        """Size and epsilon."""
+        return f"{self.size}, eps={self.eps}"
+
+
+def make_norm(
+    config: ModelConfig, tp: TensorParallel, *, name: str, size: int, partial: bool
+) -> nn.Module:
+    """The norm that ``config.normalization`` names."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(size, tp, name=name, eps=config.norm_epsilon, partial=partial)
+
+
+class _RMSNormCPU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dtype, wide, size = x.dtype, rstd.dtype, x.shape[-1]
+        x, dy, scale = x.to(wide), grads[0].to(wide).contiguous(), weight.to(wide)
+        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+            dy, x, [size], torch.zeros_like(rstd), rstd, scale, None, [True, True, False]
+        )
+        mean = (dy @ (scale / size)).unsqueeze(-1)
+        return dx.addcmul_(rstd, mean).to(dtype), dweight.to(weight.dtype), None
