@@ -34,13 +34,17 @@ def reduce_gradients_in_reduce_dtype(module: nn.Module) -> None:
 
     FSDP2 sums a ``Partial`` gradient of a tensor-parallel DTensor in the parameter's compute dtype
     (bf16) when the step has one micro-batch, and in the reduce dtype (fp32) when it accumulates.
-    This makes it always the latter, by moving the cast that accumulation does before the sum.
-    ``module`` is one FSDP module; children wrapped on their own are not touched.
+    This makes it always the latter, by moving the cast that accumulation does before the sum, in
+    groups that hold such a parameter. ``module`` is one FSDP module; children wrapped on their own
+    are not touched.
     """
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(module, FSDPModule)
     for group in module._get_fsdp_state()._fsdp_param_groups:
+        specs = [param._unsharded_dtensor_spec for param in group.fsdp_params]
+        if not any(place.is_replicate() for spec in specs if spec for place in spec.placements):
+            continue
         for param in group.fsdp_params:
             accumulate = param.accumulate_unsharded_grad_if_needed
             cast = param.to_accumulated_grad_if_needed
