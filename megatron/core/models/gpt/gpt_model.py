@@ -170,11 +170,16 @@ class GPTModel(nn.Module):
             ValueError: a missing plan, key or x; token ids or positions out of range.
         """
         assert output in OUTPUTS, output
-        inputs = self._layer_inputs(batch, dropout_key if output == "loss" else None, output)
+        if self.embedding is not None:
+            dtype = self.embedding.word_embeddings.weight.dtype
+        elif x is not None:
+            dtype = x.dtype
+        else:
+            raise ValueError("a stage without pre_process needs the hidden states before it")
+        dropping = self.training and output == "loss"
+        inputs = self._layer_inputs(batch, dtype, dropout_key, dropping)
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, inputs.dropout)
-        elif x is None:
-            raise ValueError("a stage without pre_process needs the hidden states before it")
         hidden = self.decoder(x, inputs)
         return self._head(hidden, batch, output) if self.post_process else hidden
 
@@ -194,9 +199,10 @@ class GPTModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
-    def _layer_inputs(self, batch: PackedBatch, key: DropoutKey | None, output: str) -> LayerInputs:
+    def _layer_inputs(
+        self, batch: PackedBatch, dtype: torch.dtype, key: DropoutKey | None, dropping: bool
+    ) -> LayerInputs:
         """What the layers share; checks that dropout has its key."""
-        dropping = self.training and output == "loss"
         p = max(self.config.attention_dropout, self.config.hidden_dropout)
         if dropping and p > 0 and key is None:
             raise ValueError(
@@ -212,16 +218,12 @@ class GPTModel(nn.Module):
                 )
             alone = PackedBatch(**{**vars(batch), "layout": None})
             plan = prepare_batch(
-                alone, self.config, tp_size=self.tp.size, dtype=self._dtype(), training=dropping
+                alone, self.config, tp_size=self.tp.size, dtype=dtype, training=dropping
             ).attention_plan
         table = None
         if self.rotary is not None:
-            table = self.rotary.table(batch.position_ids, self._dtype())
+            table = self.rotary.table(batch.position_ids, dtype)
         return LayerInputs(plan, table, key if dropping else None)
-
-    def _dtype(self) -> torch.dtype:
-        """Type of the activations."""
-        return next(self.parameters()).dtype
 
     def _head(self, hidden: torch.Tensor, batch: PackedBatch, output: str) -> torch.Tensor:
         weight, group = local(self.output_weight()), self.tp.group
