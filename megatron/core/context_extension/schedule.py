@@ -238,6 +238,29 @@ class ContextSchedule:
             iteration, samples, tokens = iteration + steps, samples + rows, tokens + length
         return cls(tuple(placed))
 
+    @classmethod
+    def from_record(cls, record: "list[dict[str, Any]]") -> "ContextSchedule":
+        """The schedule that :meth:`to_record` wrote down, JSON in between or not."""
+        stages = []
+        for entry in record:
+            values: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in entry.items()
+            }
+            scaling = values["rope_scaling"]
+            if scaling is not None:
+                values["rope_scaling"] = {
+                    key: tuple(value) if isinstance(value, list) else value
+                    for key, value in scaling.items()
+                }
+            values["lr"] = LearningRateRule(**values["lr"])
+            stages.append(Stage(**values))
+        return cls(tuple(stages))
+
+    def to_record(self) -> "list[dict[str, Any]]":
+        """The resolved stages as JSON-able data, to be saved with a checkpoint."""
+        return [dataclasses.asdict(stage) for stage in self.stages]
+
     @property
     def total_iterations(self) -> int:
         """Steps of the whole run; LR decay takes this long unless a flag says otherwise."""

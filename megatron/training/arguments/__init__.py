@@ -1,1 +1,32 @@
-"""Command line -> configuration, checked as a whole before anything starts."""
+"""Command line -> configuration, checked as a whole before anything starts. No torch here."""
+
+from megatron.training.arguments.check import (
+    check_command_line,
+    find_problems,
+    refusal,
+    validate,
+)
+from megatron.training.arguments.parser import build_parser, parse_args
+from megatron.training.arguments.resolve import (
+    ResolvedRun,
+    finalize,
+    resolve_schedule,
+    scaling_from_flags,
+)
+from megatron.training.arguments.resume import ResumeReport, RunRecord, check_resume
+
+__all__ = [
+    "ResolvedRun",
+    "ResumeReport",
+    "RunRecord",
+    "build_parser",
+    "check_command_line",
+    "check_resume",
+    "finalize",
+    "find_problems",
+    "parse_args",
+    "refusal",
+    "resolve_schedule",
+    "scaling_from_flags",
+    "validate",
+]

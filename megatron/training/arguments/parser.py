@@ -240,8 +240,9 @@ def parse_command_line(argv: Sequence[str]) -> ParsedArguments:
         try:
             namespace, stray = parser.parse_known_args(words)
         except _CommandLineError as error:
-            problems.append(_argparse_text(str(error)))
-            unread.add(words[0].partition("=")[0])
+            flag = words[0].partition("=")[0]
+            problems.append(_argparse_text(flag, str(error)))
+            unread.add(flag)
             continue
         given |= vars(namespace)
         if stray:
@@ -263,12 +264,9 @@ def parse_command_line(argv: Sequence[str]) -> ParsedArguments:
     )
 
 
-def _argparse_text(message: str) -> str:
+def _argparse_text(flag: str, message: str) -> str:
     """argparse's ``argument --lr: expected one argument`` in our words."""
-    flag, colon, rest = message.removeprefix("argument ").partition(": ")
-    if not colon:
-        return message
-    flag = flag.split("/")[0]
+    _, _, rest = message.partition(": ")
     if rest.startswith("ignored explicit argument"):
         return f"{flag} takes no value; write the flag alone, or its --no- form to turn it off"
     return f"{flag} {rest.replace('argument', 'value')}; give it after the flag"

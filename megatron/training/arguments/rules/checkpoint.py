@@ -1,0 +1,76 @@
+"""Rules of checkpoints and logging."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.config.flags import flag_name
+from megatron.training.arguments.resume import allowed_name_problems
+from megatron.training.arguments.rules.facts import Facts
+
+
+def saving(facts: Facts) -> Iterator[str]:
+    """Options of saving go with --save."""
+    checkpoint = facts.config.checkpoint
+    interval = checkpoint.save_interval
+    if interval is not None and interval < 1:
+        yield f"--save-interval {interval} must be at least 1; leave it out to save at the end only"
+    if checkpoint.keep_checkpoints < 0:
+        yield f"--keep-checkpoints {checkpoint.keep_checkpoints} must be at least 0; use 0 for all"
+    if checkpoint.save is None:
+        for flag, given in (
+            (f"--save-interval {interval}", interval is not None),
+            ("--async-save", checkpoint.async_save),
+            (f"--keep-checkpoints {checkpoint.keep_checkpoints}", checkpoint.keep_checkpoints > 0),
+        ):
+            if given:
+                yield f"{flag} has no effect without --save; add --save DIR"
+    elif Path(checkpoint.save).exists() and not Path(checkpoint.save).is_dir():
+        yield f"--save {checkpoint.save} is a file; give a folder"
+
+
+def loading(facts: Facts) -> Iterator[str]:
+    """Options of loading go with --load, whose folder exists unless it is where we save."""
+    checkpoint = facts.config.checkpoint
+    step = checkpoint.ckpt_step
+    if step is not None and step < 1:
+        yield f"--ckpt-step {step} must be at least 1; give the iteration of a checkpoint"
+    if checkpoint.load is None:
+        for flag, given in (
+            (f"--ckpt-step {step}", step is not None),
+            ("--finetune", checkpoint.finetune),
+            ("--load-fallback", checkpoint.load_fallback),
+        ):
+            if given:
+                yield f"{flag} has no effect without --load; add --load DIR"
+    elif not Path(checkpoint.load).is_dir() and not _same(checkpoint.load, checkpoint.save):
+        yield (
+            f"--load {checkpoint.load} doesn't exist; give a folder with checkpoints, or the same "
+            "folder as --save to start fresh when it is empty"
+        )
+
+
+def _same(load: str, save: str | None) -> bool:
+    return save is not None and Path(load).absolute() == Path(save).absolute()
+
+
+def allowed_changes(facts: Facts) -> Iterator[str]:
+    """--allow-changed names things that a resume compares."""
+    yield from allowed_name_problems(facts.config.checkpoint.allow_changed)
+
+
+def logging(facts: Facts) -> Iterator[str]:
+    """Intervals and peaks are positive."""
+    settings = facts.config.logging
+    if settings.log_interval < 1:
+        yield f"--log-interval {settings.log_interval} must be at least 1; use 1 for every step"
+    peak = settings.peak_tflops
+    if peak is not None and not (peak > 0 and math.isfinite(peak)):
+        yield f"--peak-tflops {peak:g} must be greater than 0; give the TFLOP/s of one device"
+    if settings.wandb_project is None:
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            if getattr(settings, name) is not None:
+                yield f"{flag_name(name)} has no effect without --wandb-project; add it"
+
+
+RULES = (saving, loading, allowed_changes, logging)
