@@ -11,6 +11,7 @@ Cost: 28 bytes a local token and 4 bytes a document. There is no mask of S x S.
 """
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class PackedBatch:
     """Filled once per micro-batch by whoever runs the model."""
     sample_ids: list[int] = dataclasses.field(default_factory=list)
     """Numbers of the rows, counted over the whole run (not over this rank's rows)."""
+    row_hashes: list[int] = dataclasses.field(default_factory=list)
+    """63-bit hash of what fills each whole row; equal on all ranks that share the row."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedBatch":
         """A copy with the four [B, s] tensors on ``device``; ``cu_seqlens`` stay on the CPU."""
@@ -57,3 +60,16 @@ class PackedBatch:
     def num_loss_tokens(self) -> torch.Tensor:
         """int64 scalar on the batch's device: how many of its positions have a loss."""
         return (self.labels != IGNORE_INDEX).sum()
+
+    @property
+    def batch_hash(self) -> int:
+        """63-bit hash of the rows: which they are, what fills them and how they are divided.
+
+        It doesn't depend on the rank's share of a row: ranks of one context-parallel group
+        that disagree have read different data.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(repr((self.seq_length, self.sample_ids, self.row_hashes)).encode())
+        for bounds in self.cu_seqlens:
+            digest.update(bounds.numpy().tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 1

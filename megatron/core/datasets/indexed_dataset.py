@@ -86,6 +86,12 @@ class IndexedDataset:
         """Tokens of all documents together."""
         return len(self._tokens)
 
+    def document_starts(self, documents: Int64Array) -> Int64Array:
+        """For each of these documents the index of its first token in ``all_tokens()``."""
+        if self._document_ends is not None:
+            return self._document_ends[documents]
+        return self.sequence_pointers[documents] // self.dtype.itemsize
+
     @property
     def document_lengths(self) -> npt.NDArray[np.integer[Any]]:
         """[documents]: tokens of each, over all its sequences."""
