@@ -1,7 +1,7 @@
 """From configuration to a ``torch.optim`` optimizer over this rank's parameters.
 
-AdamW uses torch's fused kernel where torch has one for the device and dtype, else foreach; the
-choice is logged. Parameters may be plain or DTensors; optimizer state has the same placements, so
+Torch's fused kernel is used where there is one for the device, dtype and kind of parameter, else
+foreach; the choice is logged once. Parameters may be plain or DTensors; optimizer state has the same placements, so
 with a sharding strategy each rank updates and holds its shard alone. Build it after sharding: FSDP
 replaces the parameters.
 
@@ -66,7 +66,7 @@ def build_optimizer(
     if config.optimizer_impl != "torch":
         adapter = {"apex": apex_adapter, "te": te_adapter}[config.optimizer_impl]
         return adapter.build(config, groups)
-    fused = _can_fuse(parameters)
+    fused = _can_fuse(config.optimizer, parameters)
     kind = "fused" if fused else "foreach"
     logger.info("optimizer %s: torch's %s kernels", config.optimizer, kind)
     choice = {"fused": True} if fused else {"foreach": True}
@@ -81,7 +81,10 @@ def build_optimizer(
     return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, **choice)
 
 
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
+def _can_fuse(kind: str, parameters: list[nn.Parameter]) -> bool:
+    """Whether torch has a fused kernel; for SGD it has none that takes DTensors."""
+    if kind == "sgd" and any(isinstance(parameter, DTensor) for parameter in parameters):
+        return False
     return bool(parameters) and all(
         parameter.device.type in ("cpu", "cuda") and parameter.dtype in _FUSED_DTYPES
         for parameter in parameters
