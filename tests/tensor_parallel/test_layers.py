@@ -95,7 +95,9 @@ def _pair(rank: int, world: int, sequence_parallel: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     full = torch.randn(4, 3, 6, dtype=F64, generator=generator, requires_grad=True)
     upstream = torch.randn(4, 3, 10, dtype=F64, generator=generator)
-    params = [p.full_tensor().detach().requires_grad_() for p in (*column.parameters(), *row.parameters())]
+    params = [
+        p.full_tensor().detach().requires_grad_() for p in (*column.parameters(), *row.parameters())
+    ]
     dense = F.linear(torch.tanh(F.linear(full, *params[:2])), *params[2:])
     right = torch.autograd.grad(dense, [full, *params], upstream)
 

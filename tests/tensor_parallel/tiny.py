@@ -88,9 +88,7 @@ class Tiny(nn.Module):
         self.embedding = VocabParallelEmbedding(
             VOCAB, PADDED, HIDDEN, tp, name="embedding", std=0.5
         )
-        self.blocks = nn.ModuleList(
-            Block(tp, kv_heads, bias, f"blocks.{i}") for i in range(2)
-        )
+        self.blocks = nn.ModuleList(Block(tp, kv_heads, bias, f"blocks.{i}") for i in range(2))
         if shard_fn is not None:
             for block in self.blocks:
                 shard_fn(block)

@@ -15,6 +15,8 @@ two numbers a token (local lse, target logit) joins them: lse = logsumexp of the
 p = p_local * exp(lse_local - lse). The maximum is subtracted on both levels, so nothing
 overflows, and it is one exchange where "all-reduce the maximum, then the sum" takes two.
 Padding columns (index >= vocab_size) are left out of the matmul, which equals a logit of -inf.
+Chunks without any loss (padding at a row's end) are skipped; which they are is read from the
+labels on the host, with the range check, in the one wait for the device that a call makes.
 
 Sequence parallelism: hidden comes as [s / tp, B, H] shards. Chunk i is made of the i-th part of
 EVERY rank's shard, gathered just before use (the next one while this one computes); its
@@ -85,11 +87,11 @@ def lm_head_loss(
         RuntimeError: backward runs twice through one result.
     """
     head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
-    weight = local(weight)
-    _check(hidden, weight, labels, head)
+    weight, host_labels = local(weight), labels.cpu()
+    _check(hidden, weight, host_labels, head)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _HeadLoss.apply(hidden, weight, labels, head)
-    return _Walk(hidden.detach(), weight.detach(), labels, head).run().sum
+        return _HeadLoss.apply(hidden, weight, labels, host_labels, head)
+    return _Walk(hidden.detach(), weight.detach(), labels, host_labels, head).run().sum
 
 
 def lm_head_token_losses(
@@ -105,10 +107,12 @@ def lm_head_token_losses(
 ) -> torch.Tensor:
     """Loss of every token [B, s], zero where ignored; no gradient. Arguments as `lm_head_loss`."""
     head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
-    weight = local(weight)
-    _check(hidden, weight, labels, head)
+    weight, host_labels = local(weight), labels.cpu()
+    _check(hidden, weight, host_labels, head)
     with torch.no_grad():
-        walk = _Walk(hidden.detach(), weight.detach(), labels, head, keep_losses=True).run()
+        walk = _Walk(
+            hidden.detach(), weight.detach(), labels, host_labels, head, keep_losses=True
+        ).run()
     batch, length = labels.shape
     return walk.losses.reshape(length, batch).t().contiguous()
 
@@ -116,9 +120,16 @@ def lm_head_token_losses(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: _Head
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        host_labels: torch.Tensor,
+        head: _Head,
     ) -> torch.Tensor:
-        walk = _Walk(hidden, weight, labels, head, needs=ctx.needs_input_grad[:2]).run()
+        walk = _Walk(
+            hidden, weight, labels, host_labels, head, needs=ctx.needs_input_grad[:2]
+        ).run()
         ctx.grads = (walk.dhidden, walk.dweight)
         ctx.like = (hidden.shape, weight.dtype)
         return walk.sum
@@ -134,7 +145,7 @@ class _HeadLoss(torch.autograd.Function):
             dhidden = dhidden.mul_(upstream).view(shape)
         if dweight is not None:
             dweight = dweight.mul_(upstream).to(dtype)
-        return dhidden, dweight, None, None
+        return dhidden, dweight, None, None, None
 
 
 class _Walk:
@@ -145,6 +156,7 @@ class _Walk:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
+        host_labels: torch.Tensor,
         head: _Head,
         *,
         needs: tuple[bool, ...] = (False, False),
@@ -154,6 +166,7 @@ class _Walk:
         self.hidden = hidden.contiguous().view(-1, hidden.shape[-1])
         # Row i of shard r's hidden is token r * n + i of the sequence-first order.
         self.labels = labels.t().reshape(head.shards, -1)
+        self.ignored = (host_labels == head.ignore_index).t().reshape(head.shards, -1)
         rows = weight.shape[0]
         self.first = group_rank(head.group) * rows
         self.valid = min(max(head.vocab_size - self.first, 0), rows)
@@ -167,7 +180,7 @@ class _Walk:
         self.probs = hidden.new_empty(size, dtype=self.wide)
         self.sum = hidden.new_zeros((), dtype=torch.float64)
         kept = self.labels.shape if keep_losses else (0, 0)
-        self.losses = hidden.new_empty(kept, dtype=self.wide)
+        self.losses = hidden.new_zeros(kept, dtype=self.wide)
         self.dhidden = torch.empty_like(self.hidden) if needs[0] else None
         self.dweight = weight.new_zeros(weight.shape, dtype=self.wide) if needs[1] else None
 
@@ -181,15 +194,20 @@ class _Walk:
                 arriving.wait()
             if start + self.chunk < tokens:
                 ahead = self._fetch(start + self.chunk)
-            labels = self.labels[:, start : start + self.chunk].reshape(-1)
-            ignored = labels == self.head.ignore_index
-            losses, column, mine = self._softmax(x, labels)
-            losses = losses.masked_fill(ignored, 0.0)
+            piece = slice(start, start + self.chunk)
+            ignored = self.ignored[:, piece].reshape(-1).nonzero().squeeze(1)
+            if len(ignored) == len(x):
+                if self.dhidden is not None:
+                    self.dhidden[piece].zero_()
+                continue
+            ignored = ignored.to(x.device, non_blocking=True)
+            losses, column, mine = self._softmax(x, self.labels[:, piece].reshape(-1))
+            losses.index_fill_(0, ignored, 0.0)
             self.sum += losses.sum(dtype=torch.float64)
             if self.losses.numel():
-                self.losses[:, start : start + self.chunk] = losses.view(self.head.shards, -1)
+                self.losses[:, piece] = losses.view(self.head.shards, -1)
             if self.dhidden is not None or self.dweight is not None:
-                self._gradients(x, start, ignored.unsqueeze(1), column, mine)
+                self._gradients(x, start, ignored, column, mine)
         self.sum = self.sum.to(self.wide)
         return self
 
@@ -238,27 +256,24 @@ class _Walk:
         column: torch.Tensor,
         mine: torch.Tensor,
     ) -> None:
-        """(softmax - onehot) times weight and hidden; ignored rows are exactly zero.
-
-        Rows are cleared in the [c, H] factors, not in the larger [c, V] one.
-        """
+        """(softmax - onehot) times weight and hidden; rows ``ignored`` are exactly zero."""
         count, handle = x.shape[0], None
         probs = self.probs[:count]
         if self.valid:
             probs.scatter_(1, column, probs.gather(1, column) - mine.to(self.wide))
+            if len(ignored):
+                probs.index_fill_(0, ignored, 0.0)
             if self.logits.dtype != self.wide:
                 probs = self.logits[:count].copy_(probs)
         if self.dhidden is not None:
             home = self.dhidden[start : start + self.chunk]
             dx = home if self.head.shards == 1 else torch.empty_like(x)
             torch.mm(probs, self.weight, out=dx)
-            dx.masked_fill_(ignored, 0.0)
             if self.head.shards > 1:
                 handle = dist.reduce_scatter_single(home, dx, group=self.head.group, async_op=True)
             elif self.head.tp > 1:
                 handle = dist.all_reduce(dx, group=self.head.group, async_op=True)
         if self.dweight is not None and self.valid:
-            x = x.masked_fill(ignored, 0.0)
             if probs.dtype == self.wide:
                 self.dweight[: self.valid].addmm_(probs.t(), x)
             else:

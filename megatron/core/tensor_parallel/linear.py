@@ -139,23 +139,32 @@ class RowParallelLinear(nn.Module):
         if bias:
             self.bias = tp.parameter(f"{name}.bias", shape[:1], init=ZEROS)
 
+    def local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight [out, in / tp] and the bias [out]."""
+        partial = self.tp.shards_sequence
+        return local(self.weight), None if self.bias is None else local(self.bias, partial=partial)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, B, in / tp] -> [s (/ tp), B, out]."""
-        weight, group = local(self.weight), self.tp.group
-        if group is None:
-            return F.linear(x, weight, None if self.bias is None else local(self.bias))
-        y = F.linear(x, weight)
-        if self.tp.shards_sequence:
-            y = reduce_scatter_along(y, group, 0)
-        else:
-            y = reduce_from_region(y, group)
-        if self.bias is None:
-            return y
-        return y + local(self.bias, partial=self.tp.shards_sequence)
+        return row_parallel_weights(x, self.tp, *self.local_parameters())
 
     def extra_repr(self) -> str:
         """Global features and tp size."""
         return f"{self.in_features} (/ {self.tp.size}) -> {self.out_features}"
+
+
+def row_parallel_weights(
+    x: torch.Tensor, tp: TensorParallel, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`RowParallelLinear` on local parameters (for several chunks of one input)."""
+    if tp.group is None:
+        return F.linear(x, weight, bias)
+    y = F.linear(x, weight)
+    if tp.shards_sequence:
+        y = reduce_scatter_along(y, tp.group, 0)
+    else:
+        y = reduce_from_region(y, tp.group)
+    return y if bias is None else y + bias
 
 
 def column_parallel(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:
