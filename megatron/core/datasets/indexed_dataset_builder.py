@@ -84,6 +84,29 @@ class IndexedDatasetBuilder:
         self._lengths.extend(parts)
         self._documents.append(len(self._lengths))
 
+    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Add many documents of one sequence each: ``lengths`` tokens, one after another.
+
+        Raises:
+            DatasetError: if an id doesn't fit ``dtype`` or the lengths don't add up.
+        """
+        values, counts = self._converted(tokens), np.asarray(lengths, dtype=np.int64)
+        if counts.size and int(counts.min()) < 0 or int(counts.sum()) != len(values):
+            raise DatasetError(
+                f"{self.path_prefix}: {len(counts)} document lengths add up to "
+                f"{int(counts.sum())}, not to the {len(values)} tokens given"
+            )
+        if counts.size and int(counts.max()) > MAX_SEQUENCE_LENGTH:
+            raise DatasetError(
+                f"{self.path_prefix}: a sequence of {int(counts.max())} tokens exceeds the "
+                f"format's {MAX_SEQUENCE_LENGTH}; cut the document into several sequences"
+            )
+        first = len(self._lengths)
+        self._file.write(values.tobytes())
+        self._lengths.frombytes(counts.astype(np.int32).tobytes())
+        ends = np.arange(first + 1, first + 1 + len(counts), dtype=np.int64)
+        self._documents.frombytes(ends.tobytes())
+
     def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
         """Append a whole corpus (for merging); its tokens are widened if need be.
 

@@ -11,7 +11,6 @@ ends are added by whoever writes documents, from ``eod``.
 """
 
 import abc
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +68,7 @@ class Tokenizer(abc.ABC):
         """``[tokenize(text) for text in texts]``; adapters whose library is faster so override."""
         return [self.tokenize(text) for text in texts]
 
-    @functools.cached_property
+    @property
     def losses(self) -> tuple[str, ...]:
         """What ``detokenize(tokenize(text))`` changes, in words; empty if nothing was found."""
         return tuple(what for what, text in PROBES if not self.keeps(text))
@@ -81,7 +80,11 @@ class Tokenizer(abc.ABC):
 
     def keeps(self, text: str) -> bool:
         """Whether ``text`` comes back unchanged."""
-        return self.detokenize(self.tokenize(text)) == text
+        return self.restores(text, self.tokenize(text))
+
+    def restores(self, text: str, ids: Sequence[int] | Tokens) -> bool:
+        """Whether ``ids``, made of ``text``, decode to it."""
+        return self.detokenize(ids) == text
 
 
 def as_ids(ids: Sequence[int] | Tokens) -> list[int]:

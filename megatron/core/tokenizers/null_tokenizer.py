@@ -40,12 +40,10 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, as_ids(ids)))
 
     @property
-    def is_lossless(self) -> bool:
-        """True: every id comes back (the width of the gaps between them does not)."""
-        return True
+    def losses(self) -> tuple[str, ...]:
+        """None: every id comes back (the width of the gaps between them does not)."""
+        return ()
 
-    def keeps(self, text: str) -> bool:
-        """Whether the ids of ``text`` come back."""
-        return self.detokenize(self.tokenize(text)).split() == [
-            str(int(word)) for word in text.split()
-        ]
+    def restores(self, text: str, ids: Sequence[int] | Tokens) -> bool:
+        """Whether the numbers of ``text`` come back."""
+        return as_ids(ids) == [int(word) for word in text.split()]

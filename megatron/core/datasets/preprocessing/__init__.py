@@ -1,0 +1,1 @@
+"""From raw corpora to token files: reading, tokenizing in parallel, merging, looking inside."""

@@ -1,0 +1,82 @@
+"""What all tools share: how a command ends.
+
+Exit codes: 0 done; 1 the data, the files or a tokenizer can't be worked with (one line on stderr
+says which, and the cure); 2 the command line is wrong; 128 + N ended by signal N, having removed
+what was half written.
+"""
+
+import argparse
+import difflib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from megatron.core.datasets.preprocessing.records import WorkerDied
+
+
+class Ended(BaseException):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviations; an unknown flag is answered with the nearest known one."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's, with suggestions."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            name = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(name, flags, 1)
+            self.error(f"unknown {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        return found
+
+    def refuse(self, flag: str, why: str) -> None:
+        """A flag of Megatron's that is known and not supported."""
+        self.add_argument(flag, nargs="*", action=_Refuse, help=argparse.SUPPRESS, const=why)
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: Any, *rest: Any) -> NoReturn:
+        parser.error(f"{rest[-1]} is not supported: {self.const}")
+        raise AssertionError("error() leaves")
+
+
+def run(command: Callable[[], int | None]) -> NoReturn:
+    """Run a command and leave with its exit code; user errors become one line."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        code = command() or 0
+        sys.stdout.flush()
+    except Ended as end:
+        print(f"ended by {signal.Signals(end.number).name}", file=sys.stderr)
+        code = 128 + end.number
+    except BrokenPipeError:
+        sys.stdout = None  # type: ignore[assignment]
+        code = 1
+    except (ValueError, OSError, WorkerDied) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    for other in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)  # cleaning up is not interrupted again
+    raise Ended(number)
