@@ -11,6 +11,6 @@ __all__ = ["pretrain"]
 
 def pretrain(*args: Any, **kwargs: Any) -> int:
     """Run a training job; see :func:`megatron.training.main_job.pretrain`."""
-    from megatron.training import main_job
+    from megatron.training.main_job import pretrain as run
 
-    return main_job.pretrain(*args, **kwargs)
+    return run(*args, **kwargs)

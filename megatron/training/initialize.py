@@ -63,7 +63,7 @@ def initialize_distributed(env: LaunchEnvironment, config: RunConfig) -> torch.d
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if env.launcher == "single":
-        store = dist.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return device
     try:

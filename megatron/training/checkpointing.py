@@ -1,0 +1,307 @@
+"""When a run saves and loads, and what of it: weights, optimizer, random states, positions.
+
+Tensors are stored under global names: ``model.<name>``, ``optimizer.<state>.<name>`` and
+``rng.<device>.<rank>``. Everything else is JSON: the train state, the configuration that
+shaped it, the number of ranks.
+
+Random states: a run resumed on as many ranks gives each rank its own state back; on another
+number of ranks, each starts from (seed, iteration, rank). Nothing in this code base draws from
+them in a step (dropout and data order are functions of keys), so either is exact.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.config import RunConfig
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    CheckpointSaver,
+    Piece,
+    choose_checkpoint,
+    iteration_folder,
+    make_pieces,
+    read_pieces,
+    read_state,
+    stored_tensors,
+    verify_checkpoint,
+)
+from megatron.training.train_state import TrainState
+
+FORMAT_VERSION = 1
+VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
+OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def ensure_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the zero state of its first step, so that it can be read into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            if "betas" in group:
+                on_device = group.get("fused") or group.get("capturable")
+                optimizer.state[parameter] = {
+                    "step": torch.zeros(
+                        (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+                    ),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+            elif group.get("momentum"):
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The optimizer's tensors under their stored names."""
+    for name, parameter in named:
+        state = optimizer.state.get(parameter, {})
+        for key in OPTIMIZER_TENSORS:
+            if isinstance(state.get(key), torch.Tensor):
+                yield f"optimizer.{key}.{name}", state[key]
+
+
+def set_optimizer_step(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Set Adam's step count (the same for every parameter)."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(float(steps))
+
+
+def _rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@dataclasses.dataclass
+class LoadedCheckpoint:
+    """What a load found beside the tensors it has put in place."""
+
+    folder: Path
+    train_state: TrainState
+    config: dict[str, Any]
+    world_size: int
+
+
+class Checkpointer:
+    """Saves and loads one run.
+
+    Args:
+        named_parameters: this rank's parameters under global names; the copy of a tied
+            embedding on the last pipeline rank under the embedding's name.
+        config_record: JSON of the run's configuration, for the checkpoint.
+        check_resume: given the saved configuration and train state, returns an error text or
+            None; called before any tensor is read.
+        group: gloo group of the world for loading and choosing.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        named_parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        config_record: Mapping[str, Any],
+        check_resume: Callable[[dict[str, Any], TrainState], str | None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._named = named_parameters
+        self._optimizer = optimizer
+        self._device = device
+        self._record = dict(config_record)
+        self._check_resume = check_resume
+        self._warn = warn
+        self._group = dist.new_group(backend="gloo")
+        self.last_saved: int | None = None
+        self._saver: CheckpointSaver | None = None
+        if config.checkpoint.save:
+            self._saver = CheckpointSaver(
+                Path(config.checkpoint.save),
+                group=dist.new_group(backend="gloo"),
+                background=config.checkpoint.async_save,
+                keep=config.checkpoint.keep_checkpoints,
+            )
+
+    @property
+    def saves(self) -> bool:
+        """Whether ``--save`` was given."""
+        return self._saver is not None
+
+    def _vocabulary_rows(self) -> dict[str, int]:
+        assert self._config.model.vocab_size is not None
+        return dict.fromkeys(VOCABULARY_TENSORS, self._config.model.vocab_size)
+
+    def _pieces(self, *, optimizer: bool, rng: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+        tensors: list[tuple[str, torch.Tensor]] = [(f"model.{n}", p) for n, p in self._named]
+        if optimizer:
+            tensors += optimizer_tensors(self._optimizer, self._named)
+        rank = dist.get_rank()
+        tensors += [(f"rng.{kind}.{rank}", state) for kind, state in rng.items()]
+        return make_pieces(tensors, self._vocabulary_rows())
+
+    def save(self, state: TrainState) -> None:
+        """Save after the finished step ``state.iteration``; collective.
+
+        Raises:
+            CheckpointError: on all ranks, if this or an earlier background save failed.
+        """
+        assert self._saver is not None
+        with_optimizer = not self._config.checkpoint.no_save_optim
+        body = {
+            "format_version": FORMAT_VERSION,
+            "iteration": state.iteration,
+            "world_size": dist.get_world_size(),
+            "has_optimizer": with_optimizer,
+            "train_state": state.to_json(),
+            "config": self._record,
+        }
+        pieces = self._pieces(optimizer=with_optimizer, rng=_rng_states(self._device))
+        self._saver.save(state.iteration, pieces, body)
+        self.last_saved = state.iteration
+
+    def failure(self) -> CheckpointError | None:
+        """Why a background save failed on this rank, or None."""
+        return self._saver.failure() if self._saver else None
+
+    def finish(self) -> None:
+        """Wait for a background save; raises CheckpointError if it failed."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(self) -> LoadedCheckpoint | None:
+        """Load what ``--load`` asks for; None means a fresh start. Collective.
+
+        Raises:
+            CheckpointError: if there is nothing to load, or what there is can't be loaded.
+            ValueError: if the saved run differs in what must not differ.
+        """
+        options = self._config.checkpoint
+        if options.load is None:
+            return None
+        root = Path(options.load)
+        iteration, warning = choose_checkpoint(root, iteration=options.ckpt_step, group=self._group)
+        if warning:
+            self._warn(warning)
+        if iteration is None:
+            if options.save is not None and Path(options.save).resolve() == root.resolve():
+                return None
+            raise CheckpointError(
+                f"--load {root} holds no whole checkpoint; check the folder, or leave --load out "
+                "to start fresh"
+            )
+        while True:
+            folder = iteration_folder(root, iteration)
+            try:
+                verify_checkpoint(folder, group=self._group)
+                return self._load_from(folder)
+            except CheckpointError as error:
+                if not options.load_fallback:
+                    raise CheckpointError(
+                        f"{error}. --load-fallback goes on from the checkpoint before it"
+                    ) from None
+                earlier = self._earlier(root, iteration)
+                if earlier is None:
+                    raise
+                self._warn(f"{error}; --load-fallback: trying iteration {earlier}")
+                iteration = earlier
+
+    def _earlier(self, root: Path, iteration: int) -> int | None:
+        from megatron.core.dist_checkpointing.directory import complete_iterations
+
+        answer: list[int | None] = [None]
+        if dist.get_rank() == 0:
+            answer[0] = max((i for i in complete_iterations(root) if i < iteration), default=None)
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        return answer[0]
+
+    def _load_from(self, folder: Path) -> LoadedCheckpoint:
+        body = read_state(folder)
+        if body.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder} has format {body.get('format_version')!r}; this code reads "
+                f"{FORMAT_VERSION}"
+            )
+        options = self._config.checkpoint
+        saved = LoadedCheckpoint(
+            folder, TrainState.from_json(body["train_state"]), body["config"], body["world_size"]
+        )
+        if not options.finetune:
+            problem = self._check_resume(saved.config, saved.train_state)
+            if problem:
+                raise ValueError(problem)
+        optimizer = not (options.finetune or options.no_load_optim)
+        if optimizer and not body["has_optimizer"]:
+            raise CheckpointError(
+                f"{folder} was saved with --no-save-optim; pass --no-load-optim or --finetune"
+            )
+        if optimizer:
+            ensure_optimizer_state(self._optimizer)
+        rng = self._rng_to_load(saved)
+        pieces = self._pieces(optimizer=optimizer, rng=rng)
+        self._refuse_leftovers(folder, pieces, optimizer=optimizer)
+        read_pieces(folder, pieces, group=self._group)
+        if optimizer:
+            set_optimizer_step(self._optimizer, saved.train_state.optimizer_steps)
+        self._set_rng(rng, saved.train_state.iteration)
+        if options.finetune:
+            saved.train_state = TrainState()
+        elif saved.train_state.iteration and folder.parent.resolve() == self._save_root():
+            self.last_saved = saved.train_state.iteration
+        return saved
+
+    def _save_root(self) -> Path | None:
+        save = self._config.checkpoint.save
+        return Path(save).resolve() if save else None
+
+    def _refuse_leftovers(
+        self, folder: Path, pieces: Mapping[str, Piece], *, optimizer: bool
+    ) -> None:
+        """Every stored weight must have a place in this run; read_pieces checks the converse."""
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, sorted(pieces), group=self._group)
+        known = {name for part in names for name in part}
+        prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
+        left = [n for n in stored_tensors(folder) if n.startswith(prefixes) and n not in known]
+        if left:
+            raise CheckpointError(
+                f"{folder} holds {len(left)} tensors that this run has no place for: "
+                f"{', '.join(sorted(left)[:4])}{', ...' if len(left) > 4 else ''}; give the "
+                "model flags it was saved with"
+            )
+
+    def _rng_to_load(self, saved: LoadedCheckpoint) -> dict[str, torch.Tensor]:
+        options = self._config.checkpoint
+        if options.finetune or options.no_load_rng or saved.world_size != dist.get_world_size():
+            return {}
+        stored = stored_tensors(saved.folder)
+        rank = dist.get_rank()
+        return {
+            kind: state
+            for kind, state in _rng_states(self._device).items()
+            if f"rng.{kind}.{rank}" in stored
+        }
+
+    def _set_rng(self, rng: Mapping[str, torch.Tensor], iteration: int) -> None:
+        if not rng:
+            seed_rank(self._config.training.seed, iteration, dist.get_rank())
+            return
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"], self._device)
+
+
+def seed_rank(seed: int, iteration: int, rank: int) -> None:
+    """Seed torch's default generators as a function of (seed, iteration, rank)."""
+    digest = hashlib.sha256(f"{seed}:{iteration}:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

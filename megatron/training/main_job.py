@@ -1,0 +1,158 @@
+"""A training job from its command line to its exit code.
+
+Order matters: the command line is checked before torch is imported, the data and tokenizer are
+opened before any process group exists, the ranks compare their settings before the first real
+collective. What a user got wrong ends in one message on rank 0 and exit code 2, without a
+traceback.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.training.arguments import ResolvedRun, check_command_line, refusal
+from megatron.training.launch_env import LaunchEnvironment, launch_environment
+from megatron.training.signals import ExitSignals
+
+if TYPE_CHECKING:  # torch must not be imported before the command line is checked
+    import torch
+
+    from megatron.core.tokenizers import Tokenizer
+    from megatron.training.providers import DataProvider, LossProvider, ModelProvider
+
+USER_ERROR = 2
+
+
+def pretrain(
+    model_provider: "ModelProvider",
+    data_provider: "DataProvider",
+    loss_provider: "LossProvider",
+    *,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    signals: ExitSignals | None = None,
+) -> int:
+    """Run a training job; returns the exit code.
+
+    Args:
+        model_provider: builds a pipeline chunk of the model.
+        data_provider: opens the documents of a part.
+        loss_provider: scale of the summed loss of a global batch.
+        argv: command line after the program's name; default: ``sys.argv[1:]``.
+        environ: environment with rank and rendezvous; default: ``os.environ``.
+        signals: handler that was installed before heavy imports; default: a new one.
+
+    Returns:
+        0 at the end or at a planned stop, 99 after a signal (saved; start me again), 2 for a
+        wrong command line, 3 after too many steps that weren't finite.
+    """
+    started = time.time()
+    signals = signals or ExitSignals().install()
+    try:
+        env = launch_environment(environ)
+    except ValueError as error:
+        print(refusal(error), file=sys.stderr)
+        return USER_ERROR
+    try:
+        resolved = check_command_line(
+            list(sys.argv[1:] if argv is None else argv),
+            world_size=env.world_size,
+            ranks_per_node=env.ranks_per_node,
+        )
+        if resolved.config.training.dry_run:
+            from megatron.training.dry_run import dry_run
+
+            return dry_run(resolved) if env.rank == 0 else 0
+        return _run(resolved, env, signals, started, (model_provider, data_provider, loss_provider))
+    except ValueError as error:
+        if env.rank == 0:
+            print(refusal(error), file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+def _run(
+    resolved: ResolvedRun,
+    env: LaunchEnvironment,
+    signals: ExitSignals,
+    started: float,
+    providers: "tuple[ModelProvider, DataProvider, LossProvider]",
+) -> int:
+    import torch.distributed as dist
+
+    from megatron.core.dist_checkpointing import CheckpointError
+    from megatron.core.parallel_state import destroy_model_parallel
+    from megatron.core.tokenizers import build_tokenizer
+    from megatron.training.build import with_vocabulary
+    from megatron.training.initialize import RendezvousError, initialize_distributed
+
+    logging.basicConfig(
+        level=logging.INFO if env.rank == 0 else logging.WARNING, format="%(message)s"
+    )
+    config = resolved.config
+    tokenizer = build_tokenizer(
+        config.tokenizer.tokenizer_type or "NullTokenizer",
+        config.tokenizer.tokenizer_model,
+        config.model.vocab_size,
+    )
+    resolved = dataclasses.replace(resolved, config=with_vocabulary(config, tokenizer))
+    try:
+        device = initialize_distributed(env, resolved.config)
+    except RendezvousError as error:
+        print(f"pretrain: {error}", file=sys.stderr, flush=True)
+        return 1
+    try:
+        return _train(resolved, signals, started, tokenizer, device, providers)
+    except (CheckpointError, ValueError) as error:
+        # Such an error is the same on all ranks, so one message is enough.
+        if env.rank == 0:
+            print(f"pretrain: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR if isinstance(error, ValueError) else 1
+    finally:
+        destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _train(
+    resolved: ResolvedRun,
+    signals: ExitSignals,
+    started: float,
+    tokenizer: "Tokenizer",
+    device: "torch.device",
+    providers: "tuple[ModelProvider, DataProvider, LossProvider]",
+) -> int:
+    import torch
+
+    from megatron.training.build import build_trainer
+    from megatron.training.loop import TrainingLoop
+
+    model_provider, data_provider, loss_provider = providers
+    if resolved.config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    trainer = build_trainer(
+        resolved,
+        tokenizer,
+        device,
+        signals,
+        model_provider=model_provider,
+        data_provider=data_provider,
+        loss_provider=loss_provider,
+    )
+    reporter = trainer.reporter
+    reporter.say(trainer.parallel.describe())
+    for note in resolved.notes:
+        reporter.say(note)
+    loaded = trainer.checkpointer.load()
+    if loaded is not None:
+        trainer.state = loaded.train_state
+        reporter.say(f"loaded {loaded.folder}: going on after iteration {trainer.state.iteration}")
+    reporter.open(run_id=trainer.state.run_id, resumed=trainer.state.iteration > 0)
+    try:
+        return TrainingLoop(trainer, started=started).run()
+    finally:
+        reporter.close()
