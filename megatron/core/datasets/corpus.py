@@ -104,6 +104,8 @@ class MockCorpus:
     ) -> None:
         if vocab_size < 2:
             raise DatasetError(f"--vocab-size {vocab_size} must be at least 2 for mock data")
+        if eod_token is not None and not 0 <= eod_token < vocab_size:
+            raise DatasetError(f"end-of-document id {eod_token} is outside 0..{vocab_size - 1}")
         rng = np.random.default_rng(stream_key("mock lengths", seed))
         lengths = np.exp(np.log(median) + sigma * rng.standard_normal(num_documents))
         self.document_lengths = np.clip(lengths, 1, 2**20).astype(np.int64)
@@ -121,7 +123,7 @@ class MockCorpus:
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
         """See ``Corpus``."""
-        tokens = np.arange(begin, end, dtype=np.int64) % self._vocab_size
+        tokens = self._counting(np.arange(begin, end, dtype=np.int64))
         if self._eod_token is not None:
             first, last = np.searchsorted(self._ends, (begin + 1, end + 1))
             tokens[self._ends[first:last] - 1 - begin] = self._eod_token
@@ -129,8 +131,15 @@ class MockCorpus:
 
     def take(self, indices: Int64Array) -> npt.NDArray[Any]:
         """See ``Corpus``."""
-        tokens = indices % self._vocab_size
+        tokens = self._counting(indices)
         if self._eod_token is not None:
             at = np.searchsorted(self._ends, indices + 1)
             tokens[self._ends[at] == indices + 1] = self._eod_token
         return tokens
+
+    def _counting(self, indices: Int64Array) -> Int64Array:
+        """Ids that count up, all but ``eod_token``."""
+        if self._eod_token is None:
+            return indices % self._vocab_size
+        tokens = indices % (self._vocab_size - 1)
+        return tokens + (tokens >= self._eod_token)

@@ -134,7 +134,7 @@ def build_document_source(
         cut = _cut_by_length(corpus, number, range(begin, end), buckets)
         natural = sum(component.num_tokens for component in cut)
         weight = float(natural) if weights is None else weights[number]
-        if weight and not cut:
+        if not cut and (weights is None or weight):
             logger.warning("%s: no documents for the %s part; left out", corpus.name, part)
         if not weight or not cut:
             continue

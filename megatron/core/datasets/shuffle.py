@@ -39,9 +39,8 @@ def draw(first: int, count: int, size: int, key: int) -> npt.NDArray[np.int64]:
         return np.zeros(count, dtype=np.int64)
     epochs, places = np.divmod(numbers, size)
     if epochs[0] == epochs[-1]:
-        keys = _mix(np.array([int(epochs[0])], dtype=np.uint64) ^ np.uint64(key))
-    else:
-        keys = _mix(epochs.astype(np.uint64) ^ np.uint64(key))
+        epochs = epochs[:1]
+    keys = _mix(_mix(epochs.astype(np.uint64)) ^ np.uint64(key))
     bits = max((size - 1).bit_length(), _MIN_BITS)
     values = _feistel(places.astype(np.uint64), keys, bits)
     outside = np.flatnonzero(values >= size)
