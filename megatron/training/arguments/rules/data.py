@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron.core.config.flags import flag_name
 from megatron.core.context_extension.schedule_file import read_upsampling
+from megatron.core.datasets.blend import parse_blend, parse_split
 from megatron.training.arguments.rules.facts import Facts
 
 _NEEDS_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer")
@@ -57,8 +58,6 @@ def blends(facts: Facts) -> Iterator[str]:
     sources = _sources(facts)
     if not sources:
         return
-    from megatron.core.datasets.blend import parse_blend
-
     for paths, name in sources.items():
         try:
             prefixes, _ = parse_blend(paths, name)
@@ -77,8 +76,6 @@ def blends(facts: Facts) -> Iterator[str]:
 
 def split_shares(facts: Facts) -> Iterator[str]:
     """--split holds up to three shares, and training gets some."""
-    from megatron.core.datasets.blend import parse_split
-
     split = facts.config.data.split
     try:
         shares = parse_split(split)
