@@ -7,6 +7,7 @@ what was half written.
 
 import argparse
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -34,11 +35,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def parse_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """As argparse's, with suggestions."""
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        """As argparse's ``parse_args``, with suggestions."""
+        found, unknown = self.parse_known_args(args)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             name = unknown[0].split("=")[0]
@@ -68,7 +67,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         print(f"ended by {signal.Signals(end.number).name}", file=sys.stderr)
         code = 128 + end.number
     except BrokenPipeError:
-        sys.stdout = None  # type: ignore[assignment]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except (ValueError, OSError, WorkerDied) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ from tools.command import Parser, run
 
 def main() -> int:
     """Parse, preprocess, report."""
-    args = _parser().parse_args()
+    args = _parser().parse()
     settings = PreprocessSettings(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

@@ -14,8 +14,9 @@ _DRAW_SECONDS = 0.25
 class Progress:
     """Counts work; ``total`` is in bytes of input."""
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, stream: TextIO | None = None, unit: str = "tokens") -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._unit = unit
         self._total = max(total, 1)
         self._done = self._documents = self._tokens = 0
         self.start = self._last = time.monotonic()
@@ -43,7 +44,7 @@ class Progress:
             if now - self._last >= _DRAW_SECONDS:
                 rate = self._documents / max(now - self.start, 1e-9)
                 self._bar.set_postfix_str(
-                    f"{rate:,.0f} documents/s, {self._tokens:,} tokens", refresh=False
+                    f"{rate:,.0f} documents/s, {self._tokens:,} {self._unit}", refresh=False
                 )
                 self._last = now
             self._bar.update(done)
@@ -58,7 +59,7 @@ class Progress:
         return (
             f"{100 * self._done / self._total:5.1f} % | {self._documents:,} documents, "
             f"{self._documents / seconds:,.0f}/s | {self._done / 1e6 / seconds:.2f} MB/s | "
-            f"{self._tokens:,} tokens | {_clock(left)} left"
+            f"{self._tokens:,} {self._unit} | {_clock(left)} left"
         )
 
     def close(self) -> None:
