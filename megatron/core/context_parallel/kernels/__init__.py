@@ -1,0 +1,1 @@
+"""Block kernels: attention of one task list, one adapter file per library."""

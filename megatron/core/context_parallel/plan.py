@@ -1,0 +1,361 @@
+"""An attention plan: everything about one micro-batch's attention that does not depend on values.
+
+Tasks, kernel programs, row indices and communication schedules are made once per micro-batch and used by every
+layer, forward and backward. Equal packings find their plan in the workspace. Making a plan does not communicate.
+
+    plan = prepare_attention(layout=..., cu_seqlens=..., ...)
+    out, _ = plan(q, k, v, layer_number=3)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel.autograd import KeptAttention, run_attention
+from megatron.core.context_parallel.channel import Channel, CommStats
+from megatron.core.context_parallel.choice import outer_communication
+from megatron.core.context_parallel.documents import IntArray, check_window, normalize_packings
+from megatron.core.context_parallel.exchange import ExchangePlan, ExchangeSteps, StagePlan
+from megatron.core.context_parallel.kernels.base import BlockKernel
+from megatron.core.context_parallel.kernels.select import select_kernel
+from megatron.core.context_parallel.layout import Layout
+from megatron.core.context_parallel.ring import RingPlan, RingSteps
+from megatron.core.context_parallel.rows import (
+    RowTasks,
+    exchange_stages,
+    make_row_tasks,
+    remap_keys,
+    ring_source,
+)
+from megatron.core.context_parallel.steps import LocalSteps, RowIndex, StepPlan, StepSource
+from megatron.core.context_parallel.ulysses import HeadSplit, Ulysses, make_head_split
+from megatron.core.context_parallel.workspace import Workspace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The compiled part of a plan for one number of batch rows."""
+
+    steps: StepPlan | RingPlan | ExchangePlan
+    query_ids: Tensor | None
+    """int64 ids of the query rows, for dropout."""
+    tasks: int
+    """Tasks of this rank."""
+    pairs: tuple[int, ...]
+    """Visible pairs of each ring rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionStats:
+    """What attention of one plan amounts to, and has cost this rank so far."""
+
+    communication: str
+    tasks: int
+    """Tasks of this rank per layer."""
+    pairs: int
+    """Visible (query, key) pairs of this rank per layer."""
+    work_balance: float
+    """Largest over mean pairs of the ring ranks; 1 is perfect."""
+    bytes_sent: int
+    transfers: int
+    exposed_wait: float
+    """Seconds in which compute waited for communication."""
+    calls: int
+    """Forward and backward calls so far."""
+
+
+@dataclasses.dataclass(eq=False)
+class AttentionPlan:
+    """Made by :func:`prepare_attention`; called once per layer."""
+
+    layout: Layout
+    packings: list[IntArray]
+    """One for all batch rows, or one per batch row."""
+    split: HeadSplit
+    """Query and KV heads of the tensor-parallel rank over the Ulysses ranks."""
+    head_dim: int
+    kernel: BlockKernel
+    outer: str
+    """none, p2p or all_gather."""
+    causal: bool
+    window: int | None
+    scale: float
+    dropout_p: float
+    dtype: torch.dtype
+    device: torch.device
+    ring: Channel
+    ulysses: Ulysses
+    comm: CommStats
+    workspace: Workspace
+    max_exchange_bytes: int
+    check_iteration: int | None
+    calls: int = 0
+    _batches: dict[int, tuple[BatchPlan, StepSource]] = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer_number: int | None = None,
+        dropout_seed: int | None = None,
+        kept: KeptAttention | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of one layer, differentiable in q, k and v.
+
+        Args:
+            q: [B, s, heads, D]; s is the local length of a (ring, ulysses) rank.
+            k, v: [B, s, kv_heads, D].
+            layer_number: for messages of the integrity check.
+            dropout_seed: equal on all ranks of the context-parallel grid; needed with dropout.
+            kept: a :class:`KeptAttention` cell for activation recompute.
+            return_lse: give lse too (one more float32 per query head on the wire of Ulysses).
+
+        Returns:
+            (out [B, s, heads, D] in q's type, lse [B, heads, s] in at least float32, or None).
+            lse has no gradient.
+
+        Raises:
+            ValueError: for shapes, types or a device other than planned, or a missing seed.
+            IntegrityError: in a checked iteration, if a transfer went wrong.
+        """
+        self.check_inputs(q, k, v, dropout_seed)
+        return run_attention(
+            self, q, k, v, layer_number=layer_number, dropout_seed=dropout_seed, kept=kept,
+            return_lse=return_lse,
+        )  # fmt: skip
+
+    @property
+    def communication(self) -> str:
+        """The resolved type, by the names of ``--cp-comm-type`` (or none)."""
+        parts = ["a2a"] if self.split.size > 1 else []
+        return "+".join(parts + ([self.outer] if self.outer != "none" else [])) or "none"
+
+    @property
+    def stats(self) -> AttentionStats:
+        """Counts of this rank; reading the exposed wait synchronises on CUDA."""
+        batch, _ = self.compiled(max(self._batches, default=len(self.packings)))
+        mean = sum(batch.pairs) / len(batch.pairs)
+        return AttentionStats(
+            communication=self.communication,
+            tasks=batch.tasks,
+            pairs=batch.pairs[self.ring.rank],
+            work_balance=max(batch.pairs) / mean,
+            bytes_sent=self.comm.bytes_sent,
+            transfers=self.comm.transfers,
+            exposed_wait=self.comm.exposed_wait(),
+            calls=self.calls,
+        )
+
+    def compiled(self, batch: int) -> tuple[BatchPlan, StepSource]:
+        """The plan for a number of batch rows, made on first use."""
+        if batch not in self._batches:
+            many = len(self.packings) > 1
+            if many and batch != len(self.packings):
+                raise ValueError(
+                    f"cu_seqlens lists {len(self.packings)} packings for {batch} batch rows; give "
+                    "one packing for all rows, or one per row"
+                )
+            packings = self.packings if many else self.packings * batch
+            made = self.workspace.plan(self._key(packings), lambda: self._compile(packings))
+            self._batches[batch] = (made, self._source(made))
+        return self._batches[batch]
+
+    def _key(self, packings: Sequence[IntArray]) -> tuple[Any, ...]:
+        heads = (self.kv_heads, self.head_dim, self.dtype, self.max_exchange_bytes)
+        return (
+            self.layout.key, tuple(bounds.tobytes() for bounds in packings), self.ring.rank,
+            self.outer, self.kernel.name, self.device, self.causal, self.window,
+            self.dropout_p > 0, heads,
+        )  # fmt: skip
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this Ulysses rank."""
+        return len(self.split.kv(self.ulysses.rank))
+
+    def _source(self, made: BatchPlan) -> StepSource:
+        if isinstance(made.steps, RingPlan):
+            return RingSteps(made.steps, self.ring, self.workspace)
+        if isinstance(made.steps, ExchangePlan):
+            return ExchangeSteps(made.steps, self.ring, self.workspace)
+        return LocalSteps(made.steps)
+
+    def _compile(self, packings: Sequence[IntArray]) -> BatchPlan:
+        tasks = make_row_tasks(self.layout, packings, self.window, self.causal)
+        visited = np.zeros(tasks.rows, dtype=bool)
+        ring, rank = self.layout.ring_size, self.ring.rank
+        shard = np.arange(tasks.rows, dtype=np.int64)
+        local = self._step(tasks.tasks(rank, rank), visited, rank, shard)
+        steps: StepPlan | RingPlan | ExchangePlan = local
+        programs = [local.program]
+        if self.outer == "p2p":
+            sources = tuple(ring_source(tasks, source) for source in range(ring))
+            rest = [self._ring_step(tasks, sources, hop, visited) for hop in range(1, ring)]
+            own = RowIndex.of(sources[rank].rows, self.device)
+            steps = RingPlan((local, *rest), sources, own)
+            programs += [step.program for step in rest]
+        elif self.outer == "all_gather":
+            steps = ExchangePlan(local, self._exchange_stages(tasks, visited))
+            programs += [stage.step.program for stage in steps.stages]
+        ids = self._ids(rank, shard)
+        pairs = tuple(tasks.pairs(each) for each in range(ring))
+        return BatchPlan(steps, ids, sum(p.tasks for p in programs), pairs)
+
+    def _step(self, tasks: IntArray, visited: Any, source: int, rows: IntArray) -> StepPlan:
+        program = self.kernel.compile(tasks, visited, self.device)
+        return StepPlan(program, self._ids(source, rows))
+
+    def _ring_step(
+        self, tasks: RowTasks, sources: Sequence[Any], hop: int, visited: Any
+    ) -> StepPlan:
+        rank = self.ring.rank
+        source = (rank - hop) % self.layout.ring_size
+        walk = sources[source]
+        mapped = remap_keys(tasks.tasks(rank, source), walk.runs, walk.starts)
+        return self._step(mapped, visited, source, walk.rows[: walk.counts[hop]])
+
+    def _exchange_stages(self, tasks: RowTasks, visited: Any) -> tuple[StagePlan, ...]:
+        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        cap = max(1, self.max_exchange_bytes // row_bytes)
+        stages = []
+        for stage in exchange_stages(tasks, self.ring.rank, cap):
+            program = self.kernel.compile(stage.tasks, visited, self.device)
+            ids = None
+            if self.dropout_p > 0:
+                parts = [self._ids(source, rows) for source, rows in enumerate(stage.recv_rows)]
+                ids = torch.cat([part for part in parts if part is not None])
+            leaving = tuple(RowIndex.of(rows, self.device) for rows in stage.send_rows)
+            arriving = tuple(len(rows) for rows in stage.recv_rows)
+            stages.append(StagePlan(StepPlan(program, ids), leaving, arriving))
+        return tuple(stages)
+
+    def _ids(self, source: int, rows: IntArray) -> Tensor | None:
+        """Ids (batch row * seq_length + position) of flat rows of a source, with dropout only."""
+        if self.dropout_p == 0:
+            return None
+        positions = self.layout.ring_positions(source).numpy()
+        batch, row = np.divmod(rows, self.layout.ring_length)
+        ids = batch * self.layout.seq_length + positions[row]
+        return torch.from_numpy(ids).to(self.device)
+
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, dropout_seed: int | None) -> None:
+        """Refuse tensors other than planned.
+
+        Raises:
+            ValueError: naming what was given and what was planned.
+        """
+        heads, kv_heads = self.split.num_heads, self.split.num_kv_heads
+        batch = q.shape[0]
+        for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+            expected = (batch, self.layout.local_length, count, self.head_dim)
+            if tuple(x.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)} but the plan wants {list(expected)} "
+                    "[batch, local sequence, heads, head dim]"
+                )
+            if x.dtype != self.dtype or x.device.type != self.device.type:
+                raise ValueError(
+                    f"{name} is {x.dtype} on {x.device} but the plan was made for {self.dtype} on "
+                    f"{self.device}; make another plan"
+                )
+        if self.dropout_p > 0 and dropout_seed is None:
+            raise ValueError(
+                f"--attention-dropout {self.dropout_p} needs dropout_seed, the same on all ranks"
+            )
+
+
+def prepare_attention(
+    *,
+    layout: Layout,
+    cu_seqlens: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    ring_group: dist.ProcessGroup | None,
+    ulysses_group: dist.ProcessGroup | None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    cp_comm_type: str = "auto",
+    backend: str = "auto",
+    dropout_p: float = 0.0,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    workspace: Workspace | None = None,
+    max_exchange_bytes: int = 256 << 20,
+    check_iteration: int | None = None,
+) -> AttentionPlan:
+    """Plan the attention of one micro-batch; once for all layers.
+
+    Args:
+        layout: of the row, made from the same cu_seqlens if balanced.
+        cu_seqlens: document boundaries over the global row; a list with one packing per batch row;
+            or None for one document per row.
+        num_heads, num_kv_heads: local heads of the tensor-parallel rank.
+        head_dim: D.
+        ring_group, ulysses_group: groups of the layout's ring and ulysses size, or None for size one.
+        causal: False for attention in both directions inside each document.
+        window: keys j with 0 <= i - j < window only.
+        scale: of the scores; default 1 / sqrt(D).
+        cp_comm_type: auto, p2p, a2a, a2a+p2p, all_gather, a2a+all_gather.
+        backend: auto, flash, cudnn, reference.
+        dropout_p: attention dropout; only the reference kernel has it.
+        dtype, device: of q, k and v.
+        workspace: hand in one for all plans of a process, to reuse buffers; default a new one.
+        max_exchange_bytes: most remote K and V that a rank holds per stage of the exchange.
+        check_iteration: number of the iteration if its transfers are to be checked.
+
+    Raises:
+        ValueError: for whatever cannot be done exactly as asked.
+    """
+    check_window(window, causal)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"--attention-dropout {dropout_p} must be in [0, 1)")
+    packings = normalize_packings(cu_seqlens, layout.seq_length)
+    outer = outer_communication(cp_comm_type, layout, packings, window)
+    split = make_head_split(num_heads, num_kv_heads, layout.ulysses_size)
+    device = torch.device(device)
+    kernel = select_kernel(
+        backend, dtype=dtype, device=device, head_dim=head_dim, dropout_p=dropout_p
+    )
+    comm = CommStats()
+    ring = _channel("ring", ring_group, layout.ring_size, comm)
+    ulysses = _channel("ulysses", ulysses_group, layout.ulysses_size, comm)
+    return AttentionPlan(
+        layout=layout,
+        packings=packings,
+        split=split,
+        head_dim=head_dim,
+        kernel=kernel,
+        outer=outer,
+        causal=causal,
+        window=window,
+        scale=head_dim**-0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+        dtype=dtype,
+        device=device,
+        ring=ring,
+        ulysses=Ulysses(split, ulysses),
+        comm=comm,
+        workspace=Workspace() if workspace is None else workspace,
+        max_exchange_bytes=max_exchange_bytes,
+        check_iteration=check_iteration,
+    )
+
+
+def _channel(axis: str, group: dist.ProcessGroup | None, size: int, comm: CommStats) -> Channel:
+    channel = Channel(group, comm)
+    if channel.size != size:
+        raise ValueError(
+            f"the layout has {axis} size {size} but {axis}_group has {channel.size} ranks; make the "
+            "layout with the sizes of the groups"
+        )
+    return channel
