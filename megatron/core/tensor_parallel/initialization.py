@@ -93,10 +93,11 @@ def fill_shard(
     row_elements = max(1, int(np.prod(shape[1:])))
     block_rows = max(1, _BLOCK_ELEMENTS // row_elements)
     first = offset if shard_dim == 0 else 0
-    last = first + shard.shape[0]
-    if last > drawn_rows:
-        shard[max(0, drawn_rows - first) :].zero_()
-    for block in range(first // block_rows, -(-min(last, drawn_rows) // block_rows)):
+    last = min(first + shard.shape[0], drawn_rows)
+    shard[max(0, last - first) :].zero_()
+    if last <= first:
+        return
+    for block in range(first // block_rows, -(-last // block_rows)):
         start = block * block_rows
         stop = min(start + block_rows, drawn_rows)
         values = init.draw((stop - start, *shape[1:]), block_generator(seed, name, block))
