@@ -1,9 +1,9 @@
 """From configuration to a ``torch.optim`` optimizer over this rank's parameters.
 
 Torch's fused kernel is used where there is one for the device, dtype and kind of parameter, else
-foreach; the choice is logged once. Parameters may be plain or DTensors; optimizer state has the same placements, so
-with a sharding strategy each rank updates and holds its shard alone. Build it after sharding: FSDP
-replaces the parameters.
+foreach; the choice is logged once. Parameters may be plain or DTensors; optimizer state has the
+same placements, so with a sharding strategy each rank updates and holds its shard alone. Build it
+after sharding: FSDP replaces the parameters.
 
 Norms and biases, that is 1-D parameters, get no weight decay, as in Megatron-LM.
 """

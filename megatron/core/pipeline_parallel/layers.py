@@ -26,9 +26,10 @@ def num_chunks(
     if pp < 1:
         raise ValueError(f"--pipeline-model-parallel-size {pp} must be >= 1")
     if num_layers % pp:
+        below, above = num_layers // pp * pp, (num_layers // pp + 1) * pp
         raise ValueError(
             f"--num-layers {num_layers} must be a multiple of --pipeline-model-parallel-size {pp}; "
-            f"use {max(num_layers // pp, 1) * pp} or {(num_layers // pp + 1) * pp} layers"
+            f"use {f'{below} or {above}' if below else above} layers"
         )
     if per_virtual is None:
         return 1

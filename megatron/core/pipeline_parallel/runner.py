@@ -121,6 +121,7 @@ class SingleStageRunner:
         dropout_keys: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         """See :class:`Runner`."""
+        _check_scale(loss_scale)
         keys = _keys(batches, dropout_keys)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, (batch, key) in enumerate(zip(batches, keys, strict=True)):
@@ -172,6 +173,7 @@ class PipelineRunner:
         dropout_keys: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         """See :class:`Runner`."""
+        _check_scale(loss_scale)
         step = _Step(self, batches, _keys(batches, dropout_keys), loss_scale)
         return self._play(step, backward=True)
 
@@ -269,11 +271,16 @@ def _keys(batches: Sequence[PackedBatch], keys: Sequence[Any] | None) -> Sequenc
     return keys
 
 
+def _check_scale(loss_scale: float | torch.Tensor) -> None:
+    # 1 / (a count of tokens) is an fp32 tensor by default, which would round every fp64 gradient.
+    assert isinstance(loss_scale, float) or (
+        isinstance(loss_scale, torch.Tensor) and loss_scale.dtype == torch.float64
+    ), loss_scale
+
+
 def _scale_like(loss_scale: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """The gradient of ``loss_scale * loss`` with respect to ``loss``."""
     if isinstance(loss_scale, torch.Tensor):
-        # 1 / (a count of tokens) is fp32 by default, which would round every fp64 gradient.
-        assert loss_scale.dtype == torch.float64, loss_scale.dtype
         return loss_scale.to(device=loss.device, dtype=loss.dtype).reshape(loss.shape)
     return torch.full_like(loss, loss_scale, requires_grad=False)
 
