@@ -71,9 +71,14 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size] of the same type."""
-        weight = local(self.weight, partial=self.partial)
-        bias = local(self.bias, partial=self.partial)
-        return F.layer_norm(x, (self.size,), weight, bias, self.eps)
+        # torch's CPU kernel sums a bf16 weight's gradient over the tokens in bf16 (7 % off) and
+        # rounds the statistics that backward reads; CUDA's does neither.
+        widen = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+        dtype = torch.float32 if widen else None
+        weight = local(self.weight, partial=self.partial, dtype=dtype)
+        bias = local(self.bias, partial=self.partial, dtype=dtype)
+        y = F.layer_norm(x.float() if widen else x, (self.size,), weight, bias, self.eps)
+        return y.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Size and epsilon."""

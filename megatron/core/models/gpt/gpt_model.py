@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.collectives import gather_along
 from megatron.core.config import ModelConfig
+from megatron.core.context_parallel import Workspace
 from megatron.core.models.gpt.embedding import GPTEmbedding
 from megatron.core.models.gpt.prepare import params_dtype, prepare_batch
 from megatron.core.packed_batch import IGNORE_INDEX, PackedBatch
@@ -103,6 +104,7 @@ class GPTModel(nn.Module):
             device=device or "cpu",
         )
         self.rotary = _rotary(config)
+        self.workspace = Workspace()  # for batches that come without a plan
         self.embedding: GPTEmbedding | None = None
         if pre_process:
             self.embedding = GPTEmbedding(config, self.tp, name="embedding")
@@ -218,7 +220,12 @@ class GPTModel(nn.Module):
                 )
             alone = PackedBatch(**{**vars(batch), "layout": None})
             plan = prepare_batch(
-                alone, self.config, tp_size=self.tp.size, dtype=dtype, training=dropping
+                alone,
+                self.config,
+                tp_size=self.tp.size,
+                dtype=dtype,
+                training=dropping,
+                workspace=self.workspace,
             ).attention_plan
         table = None
         if self.rotary is not None:

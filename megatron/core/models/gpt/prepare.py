@@ -5,13 +5,11 @@ the layout and on the documents of the rows alone, not on the layer: it is worke
 micro-batch and used by every layer and every recompute. Costs some milliseconds of host time.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from megatron.core.config import ModelConfig
-from megatron.core.context_parallel import make_layout, prepare_attention
+from megatron.core.context_parallel import Workspace, make_layout, prepare_attention
 from megatron.core.packed_batch import PackedBatch
 from megatron.core.transformer.attention import local_heads
 
@@ -37,6 +35,8 @@ def prepare_batch(
     cp_comm_type: str = "auto",
     dtype: torch.dtype | None = None,
     training: bool = True,
+    workspace: Workspace | None = None,
+    check_iteration: int | None = None,
 ) -> PackedBatch:
     """Fill ``batch.attention_plan`` in place, for one micro-batch, and return the batch.
 
@@ -52,6 +52,9 @@ def prepare_batch(
         cp_comm_type: ``--cp-comm-type``.
         dtype: type of q, k and v; None: :func:`compute_dtype`.
         training: False leaves attention dropout out.
+        workspace: the process's one, so that buffers and equal plans are used again.
+        check_iteration: the iteration's number, if its transfers are to be checked
+            (``--cp-check-interval``).
 
     Raises:
         ValueError: the batch's length doesn't fit its layout and the groups, or the heads
@@ -69,7 +72,7 @@ def prepare_batch(
             f"{expected}: pass the groups that the batch was cut for"
         )
     heads, kv_heads = local_heads(config, tp_size)
-    plan: Any = prepare_attention(
+    batch.attention_plan = prepare_attention(
         layout=layout,
         cu_seqlens=batch.cu_seqlens,
         num_heads=heads,
@@ -83,6 +86,7 @@ def prepare_batch(
         dropout_p=config.attention_dropout if training else 0.0,
         dtype=dtype or compute_dtype(config),
         device=batch.tokens.device,
+        workspace=workspace,
+        check_iteration=check_iteration,
     )
-    batch.attention_plan = plan
     return batch
