@@ -47,7 +47,7 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("fields", [{}, gpt2_fields(), {"recompute_granularity": "full"}])
 def test_matrix_products_are_those_that_run(fields: dict[str, Any]) -> None:
-    config, batch = small_config(**fields), whole_batch([[32], [32]])
+    config, batch = small_config(loss_chunk_size=16, **fields), whole_batch([[32], [32]])
     model = GPTModel(config)
     with _Products() as counter:
         model(None, batch).backward()
