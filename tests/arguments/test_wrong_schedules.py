@@ -84,6 +84,12 @@ WRONG = {
         8,
         ["stage 2: lr: min 0.5 must not be greater than peak 0.001"],
     ),
+    "decay style": (
+        {"lr": {"rule": "rewarm"}},
+        "--lr-decay-style inverse-square-root",
+        8,
+        ["stage 2: lr: rule rewarm can't decay by --lr-decay-style inverse-square-root"],
+    ),
     "key": ({"rotary_bsae": 5e5}, "", 8, ["stage 2: unknown key rotary_bsae", "rotary_base?"]),
     "value": ({"rotary_base": "big"}, "", 8, ["stage 2: rotary_base: 'big' is not a number"]),
     "length twice": (

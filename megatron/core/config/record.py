@@ -5,6 +5,7 @@ keys, tuples as lists), so equal configurations have equal texts and equal hashe
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import types
@@ -16,7 +17,8 @@ from megatron.core.config.run import RunConfig
 from megatron.core.config.values import suggestion
 
 
-def config_fields() -> dict[str, tuple[str, "dataclasses.Field[Any]"]]:
+@functools.cache
+def config_fields() -> Mapping[str, tuple[str, "dataclasses.Field[Any]"]]:
     """Field name -> (section, field), for all fields of all sections. Names are unique."""
     fields: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
     for section in dataclasses.fields(RunConfig):
@@ -114,6 +116,7 @@ def rank_differences(configs: Sequence[RunConfig]) -> str | None:
     )
 
 
+@functools.cache
 def field_type(name: str) -> tuple[Any, bool]:
     """(type of the field without None, whether None is allowed): ``int | None`` -> (int, True)."""
     section, _ = config_fields()[name]

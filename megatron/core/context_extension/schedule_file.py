@@ -21,7 +21,7 @@ from megatron.core.context_extension.schedule import (
 
 PACKINGS = ("concat", "best-fit")
 LR_RULES = ("continue", "rewarm", "constant")
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LR_DECAY_STYLES = ("constant", "linear", "cosine")
 SYNONYMS = {
     "theta": "rotary_base",
     "rope_theta": "rotary_base",

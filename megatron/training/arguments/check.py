@@ -119,7 +119,9 @@ def _notes(config: RunConfig, stages: Sequence[Stage], ranks_per_node: int) -> l
             )
     if training.context_schedule is not None:
         if training.micro_batch_size is None:
-            notes.append("stages without micro_batch_size use 1")
+            own, _ = read_stages(load_yaml(training.context_schedule), StageDefaults(1, 1))
+            if any(stage.micro_batch_size is None for stage in own):
+                notes.append("stages without micro_batch_size use 1")
         for key in ("train_iters", "train_samples", "train_tokens"):
             if getattr(training, key) is not None:
                 notes.append(
@@ -169,6 +171,7 @@ def check_command_line(
         resolve.finalize(config, world_size, ranks_per_node),
         schedule,
         (*parsed.notes, *_notes(config, schedule.stages, ranks_per_node)),
+        world_size,
     )
 
 

@@ -165,3 +165,5 @@ class ResolvedRun:
     schedule: ContextSchedule
     notes: tuple[str, ...]
     """Lines for the log, once."""
+    world_size: int
+    """Ranks that it was checked for (of a dry run: the pretended ones)."""

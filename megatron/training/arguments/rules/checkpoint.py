@@ -17,7 +17,7 @@ def saving(facts: Facts) -> Iterator[str]:
         yield f"--save-interval {interval} must be at least 1; leave it out to save at the end only"
     if checkpoint.keep_checkpoints < 0:
         yield f"--keep-checkpoints {checkpoint.keep_checkpoints} must be at least 0; use 0 for all"
-    if checkpoint.save is None:
+    if checkpoint.save is None and not facts.config.training.dry_run:
         for flag, given in (
             (f"--save-interval {interval}", interval is not None),
             ("--async-save", checkpoint.async_save),
@@ -25,8 +25,9 @@ def saving(facts: Facts) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect without --save; add --save DIR"
-    elif Path(checkpoint.save).exists() and not Path(checkpoint.save).is_dir():
-        yield f"--save {checkpoint.save} is a file; give a folder"
+    elif checkpoint.save is not None and Path(checkpoint.save).exists():
+        if not Path(checkpoint.save).is_dir():
+            yield f"--save {checkpoint.save} is a file; give a folder"
 
 
 def loading(facts: Facts) -> Iterator[str]:

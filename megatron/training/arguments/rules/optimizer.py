@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
+from megatron.core.context_extension.schedule_file import LR_DECAY_STYLES
 from megatron.training.arguments import transformer_engine_probe
 from megatron.training.arguments.rules.facts import Facts
 
@@ -115,6 +116,18 @@ def stage_learning_rates(facts: Facts) -> Iterator[str]:
             )
 
 
+def stage_decay_styles(facts: Facts) -> Iterator[str]:
+    """A rewarmed stage decays inside itself, which not every style of a run can."""
+    style = facts.config.optimizer.lr_decay_style
+    for stage in facts.stages:
+        if stage.lr.rule == "rewarm" and stage.lr.decay_style is None:
+            if style not in LR_DECAY_STYLES:
+                yield (
+                    f"stage {stage.number}: lr: rule rewarm can't decay by --lr-decay-style "
+                    f"{style} inside a stage; add decay_style ({', '.join(LR_DECAY_STYLES)})"
+                )
+
+
 def optimizer_package(facts: Facts) -> Iterator[str]:
     """Another implementation than torch's is there when asked for."""
     kind = facts.config.optimizer.optimizer_impl
@@ -142,6 +155,7 @@ RULES = (
     warmup,
     stable_decay,
     stage_learning_rates,
+    stage_decay_styles,
     optimizer_package,
     layer_package,
 )
