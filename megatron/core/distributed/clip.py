@@ -1,9 +1,9 @@
 """Global gradient norm and clipping over tensor, data, context and pipeline ranks.
 
-Each element of the global gradient is counted once: of a DTensor dim that is replicated, only the
-rank at coordinate 0 counts its local tensor; a tied embedding's second copy is excluded by the
-caller. Squares are summed in fp64 with one all-reduce of one number, so every rank gets the same
-bits, and a NaN or infinity anywhere makes the norm non-finite everywhere.
+Each element of the global gradient is counted once: what n ranks hold alike counts 1/n on each, so
+that a NaN in any copy is seen; a tied embedding's second copy is excluded by the caller. Squares are
+summed in fp64 with one all-reduce of one number, so every rank gets the same bits, and a NaN or
+infinity anywhere makes the norm non-finite everywhere.
 """
 
 from collections.abc import Collection, Iterable
@@ -37,22 +37,18 @@ def gradient_norm(
             rank).
     """
     skipped = {id(parameter) for parameter in exclude}
-    gradients = [
-        tensor
-        for parameter in parameters
-        if id(parameter) not in skipped and (tensor := _counted(parameter)) is not None
-    ]
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = _local_gradient(parameter)
+        if gradient is None or id(parameter) in skipped:
+            continue
+        if gradient.dtype in _HALF:
+            gradient = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        by_copies.setdefault(_copies(parameter), []).append(gradient)
     square = torch.zeros((), dtype=torch.float64)
-    wide = [tensor for tensor in gradients if tensor.dtype not in _HALF]
-    half = [
-        torch.linalg.vector_norm(tensor, dtype=torch.float32)
-        for tensor in gradients
-        if tensor.dtype in _HALF
-    ]
-    for tensors in (wide, half):
-        if tensors:
-            norm = torch.nn.utils.get_total_norm(tensors)
-            square = square.to(norm.device) + norm.double().square()
+    for copies, gradients in by_copies.items():
+        norm = torch.nn.utils.get_total_norm(gradients)
+        square = square.to(norm.device) + norm.double().square() / copies
     if group is not None and dist.get_world_size(group) > 1:
         square = square.to(group_device(group))
         dist.all_reduce(square, group=group)
@@ -88,14 +84,12 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         return grad.to_local()
 
 
-def _counted(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The local gradient, if this rank is the one that counts it."""
-    grad = parameter.grad
+def _copies(parameter: nn.Parameter) -> int:
+    """Number of ranks that hold this local gradient alike."""
+    grad, copies = parameter.grad, 1
     if isinstance(grad, DTensor):
-        coordinate = grad.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for place, placement in zip(coordinate, grad.placements, strict=True):
+        for dim, placement in enumerate(grad.placements):
             assert not isinstance(placement, Partial), "finalize_gradients comes first"
-            if isinstance(placement, Replicate) and place != 0:
-                return None
-    return _local_gradient(parameter)
+            if isinstance(placement, Replicate):
+                copies *= grad.device_mesh.size(dim)
+    return copies
