@@ -8,10 +8,6 @@ import pytest
 
 from megatron.core.context_parallel.layout import layout_multiple, make_layout
 from megatron.core.context_parallel.tasks import (
-    Task,
-    TaskTable,
-    band_pairs,
-    join_runs,
     needed_rows,
     rank_tasks,
     split_band,

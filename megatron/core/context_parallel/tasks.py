@@ -38,6 +38,7 @@ from megatron.core.context_parallel.documents import (
     normalize_cu_seqlens,
 )
 from megatron.core.context_parallel.layout import Layout
+from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
 
 FAR = 1 << 60
 """Stands for "no limit" in lo and hi until they are clamped."""
@@ -156,27 +157,6 @@ def rank_tasks(
 def needed_rows(tables: tuple[TaskTable, ...]) -> list[IntArray]:
     """For each source the local rows [runs, 2] that a rank's queries see: its exchange plan."""
     return [table.key_rows() for table in tables]
-
-
-def band_pairs(q_len: Any, k_len: Any, lo: Any, hi: Any) -> Any:
-    """Number of 0 <= i < q_len, 0 <= j < k_len with lo <= i - j <= hi (ints or int64 arrays)."""
-    return _pairs_from(q_len, k_len, lo) - _pairs_from(q_len, k_len, hi + 1)
-
-
-def _pairs_from(q_len: Any, k_len: Any, low: Any) -> Any:
-    """Pairs with i - j >= low, by inclusion and exclusion of triangles."""
-    low = np.clip(low, 1 - k_len, q_len)
-
-    def triangle(n: Any) -> Any:
-        n = np.maximum(n, 0)
-        return n * (n + 1) // 2
-
-    return (
-        triangle(q_len - low)
-        - triangle(q_len - low - k_len)
-        - triangle(-low)
-        + triangle(-low - k_len)
-    )
 
 
 def join_runs(runs: IntArray) -> IntArray:
@@ -376,11 +356,3 @@ def _window_diagonals(
     last = np.minimum(runs[which, 1], bounds[document + 1])
     row = layout.rows_below(rank, first)
     return _rows(rank, row, row + last - first, row, row + last - first, 0, window - 1)
-
-
-def expand_ranges(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
-    """(index, value) of every value in each half-open range [low, high)."""
-    count = np.maximum(0, high - low)
-    index = np.repeat(np.arange(len(low)), count)
-    offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return index, low[index] + offset
