@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.context_parallel.autograd import KeptAttention, run_attention
 from megatron.core.context_parallel.channel import Channel, CommStats
 from megatron.core.context_parallel.choice import outer_communication
+from megatron.core.context_parallel.cost_model import AttentionShape
 from megatron.core.context_parallel.documents import IntArray, check_window, normalize_packings
 from megatron.core.context_parallel.exchange import ExchangePlan, ExchangeSteps, StagePlan
 from megatron.core.context_parallel.kernels.base import BlockKernel
@@ -320,7 +321,8 @@ def prepare_attention(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"--attention-dropout {dropout_p} must be in [0, 1)")
     packings = normalize_packings(cu_seqlens, layout.seq_length)
-    outer = outer_communication(cp_comm_type, layout, packings, window)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize)
+    outer = outer_communication(cp_comm_type, layout, packings, window, causal, shape)
     split = make_head_split(num_heads, num_kv_heads, layout.ulysses_size)
     device = torch.device(device)
     kernel = select_kernel(

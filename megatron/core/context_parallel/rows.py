@@ -27,6 +27,10 @@ from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_task
 
 NO_TASKS = np.zeros((0, 6), dtype=np.int64)
 
+PIPELINE_STAGES = 8
+STAGE_ROWS = 4096
+"""Below this many rows a stage is not worth another all-to-all."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowTasks:
@@ -122,6 +126,11 @@ def join_keys(tasks: IntArray) -> IntArray:
     return np.concatenate((rest, joined))
 
 
+def _count(runs: IntArray) -> int:
+    """Rows in runs [n, 2]."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
 def run_rows(runs: IntArray) -> IntArray:
     """Every row of runs [n, 2], in order."""
     return expand_ranges(runs[:, 0], runs[:, 1])[1]
@@ -188,12 +197,20 @@ class ExchangeStage:
 def exchange_stages(tasks: RowTasks, rank: int, cap: int) -> list[ExchangeStage]:
     """Stages of the needed-rows exchange of one rank; equally many on every rank.
 
+    Stages are smaller than memory asks where much is fetched, so that transfers run behind compute:
+    up to ``PIPELINE_STAGES`` of at least ``STAGE_ROWS`` rows.
+
     Args:
         tasks: of all ranks.
         rank: own ring rank.
-        cap: most rows that a rank receives in one stage.
+        cap: most rows that a rank may receive in one stage.
     """
     ring = tasks.layout.ring_size
+    most = max(
+        sum(_count(tasks.key_rows(j, source)) for source in range(ring) if source != j)
+        for j in range(ring)
+    )
+    cap = min(cap, max(STAGE_ROWS, -(-most // PIPELINE_STAGES)))
     cuts = [_receiver_cuts(tasks, receiver, cap) for receiver in range(ring)]
     stages = []
     for stage in range(max(len(receiver) for receiver in cuts)):

@@ -110,9 +110,8 @@ def _keep(
 ) -> Tensor:
     """Factor of each weight [n, kv_heads, group, rows, columns]: 0, or 1 / (1 - rate)."""
     head = torch.arange(heads, device=dropout.q_ids.device) + dropout.first_head
-    bits = _mix(
-        _mix(head + dropout.seed * 0x9E3779B1)[None, :, None] + dropout.q_ids[:, None, rows]
-    )
+    seed = (dropout.seed * 0x9E3779B1 + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps as int64 does
+    bits = _mix(_mix(head + seed)[None, :, None] + dropout.q_ids[:, None, rows])
     bits = _mix(bits[..., None] + dropout.k_ids[:, None, None, columns])
     uniform = (bits >> 11 & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
     keep = (uniform >= dropout.rate).to(kind) / (1.0 - dropout.rate)

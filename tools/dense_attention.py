@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 
-def visible_pairs(
-    bounds: list[int], causal: bool = True, window: int | None = None
-) -> Tensor:
+def visible_pairs(bounds: list[int], causal: bool = True, window: int | None = None) -> Tensor:
     """bool [S, S]: which (query, key) pairs of a packed row see each other."""
     length = bounds[-1]
     at = torch.arange(length)
@@ -22,14 +20,22 @@ def visible_pairs(
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, packings: list[list[int]], *,
-    causal: bool = True, window: int | None = None, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packings: list[list[int]],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, S, h, D], lse [B, h, S]) in q's type; rows without a visible key: 0, -inf."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     mask = torch.stack([visible_pairs(bounds, causal, window) for bounds in packings])[:, None]
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (
+        q.shape[3] ** -0.5 if scale is None else scale
+    )
     scores = scores.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weight = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])

@@ -1,14 +1,16 @@
 """The grid of context-parallel attention cases, and how one case runs on a rank."""
 
 import dataclasses
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.context_parallel import context_parallel_attention, make_layout
-from tests.context_parallel.dense import dense_with_grads
+from tools.dense_attention import dense_with_grads
 
 SPLITS = ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1), (4, 2), (2, 4), (1, 8))
 """(ulysses, ring)"""
@@ -54,7 +56,9 @@ def packing(name: str, length: int, ring: int, rng: random.Random) -> list[int]:
     elif name == "ones":
         inner = list(range(1, length))
     elif name == "random":
-        inner = rng.sample(range(1, length), min(length - 1, rng.randint(1, 6))) if length > 1 else []
+        inner = (
+            rng.sample(range(1, length), min(length - 1, rng.randint(1, 6))) if length > 1 else []
+        )
     elif name == "edges":
         inner = edges
     elif name == "beside_edges":
@@ -104,7 +108,7 @@ def sample_case(rng: random.Random, split: tuple[int, int] | None = None) -> Cas
     )  # fmt: skip
 
 
-def make_groups(world: int, ulysses: int, ring: int) -> tuple[Any, Any]:
+def make_groups(ulysses: int, ring: int) -> tuple[Any, Any]:
     """(ring group, ulysses group) of this rank; Ulysses neighbours are adjacent ranks."""
     rank = dist.get_rank()
     ring_group = ulysses_group = None
@@ -196,9 +200,8 @@ def case_errors(case: Case, groups: tuple[Any, Any]) -> dict[str, float]:
     return errors
 
 
-def run_cases(rank: int, world: int, split: tuple[int, int], cases: list[Case]) -> list[str]:
-    """Run cases of one split; a line for each that is out of tolerance (float64 1e-10, float32 1e-5)."""
-    groups = make_groups(world, *split)
+def run_in_groups(cases: list[Case], groups: tuple[Any, Any]) -> list[str]:
+    """A line for each case that is out of tolerance: float64 1e-10, float32 1e-5."""
     bad = []
     for case in cases:
         limit = 1e-10 if case.dtype == "float64" else 1e-5
@@ -206,3 +209,31 @@ def run_cases(rank: int, world: int, split: tuple[int, int], cases: list[Case]) 
         if not all(error <= limit for error in errors.values()):
             bad.append(f"{case}: {errors}")
     return bad
+
+
+def run_cases(rank: int, world: int, split: tuple[int, int], cases: list[Case]) -> list[str]:
+    """Run cases of one split in a fresh world."""
+    return run_in_groups(cases, make_groups(*split))
+
+
+def full_grid(split: tuple[int, int]) -> Iterator[Case]:
+    """The grid of one split: every combination of layout, communication, heads, packing and window,
+    and every admitted length with every layout and communication; the rest takes turns.
+    """
+    ulysses, ring = split
+    turn = itertools.count(1)
+    for layout, comm in itertools.product(LAYOUTS, comm_types(ulysses, ring)):
+        good = lengths(layout, ulysses, ring)
+        axes = itertools.product(HEADS, PACKINGS, WINDOWS)
+        points = [(good[(7 * i) % len(good)], *point) for i, point in enumerate(axes)]
+        points += [
+            (n, HEADS[i % 4], PACKINGS[(i // 4) % 8], WINDOWS[i % 3]) for i, n in enumerate(good)
+        ]
+        for length, heads, first, window in points:
+            number = next(turn)
+            second = (PACKINGS[(number * 5) % 8],) if number % 2 else ()
+            yield Case(
+                ulysses, ring, layout, comm, heads, length, (first, *second), window,
+                DTYPES[number % 3 == 0], "reference" if number % 7 == 0 else "auto",
+                causal=window is not None or number % 5 > 0, seed=number,
+            )  # fmt: skip
