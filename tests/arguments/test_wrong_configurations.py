@@ -39,6 +39,7 @@ WRONG = {
         ["--tokenizer-model /none/x.model doesn't exist"],
     ),
     "tokenizer model unused": ("", "--tokenizer-model x", 1, ["has no effect with"]),
+    "loss mask": ("", "--eod-mask-loss", 1, ["--eod-mask-loss needs a tokenizer with an end-of-"]),
     "layers 0": ("", "--num-layers 0", 1, ["--num-layers 0 must be at least 1"]),
     "hidden by heads": ("", "--hidden-size 100", 1, ["--hidden-size 100", "use 96 or 104"]),
     "heads by groups": (

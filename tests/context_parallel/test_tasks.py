@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from megatron.core.context_parallel.layout import layout_multiple, make_layout
+from megatron.core.config.parallel import layout_multiple
+from megatron.core.context_parallel.layout import make_layout
 from megatron.core.context_parallel.tasks import (
     needed_rows,
     rank_tasks,

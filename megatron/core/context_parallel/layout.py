@@ -20,16 +20,14 @@ made only when asked for. A layout says nothing of masks or communication.
 import dataclasses
 import functools
 import hashlib
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron.core.config.parallel import layout_multiple
 from megatron.core.context_parallel.dealing import deal_balanced
 from megatron.core.context_parallel.documents import IntArray, normalize_packings
-
-LAYOUT_KINDS = ("zigzag", "balanced", "striped", "contiguous")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,19 +194,6 @@ class Layout:
                 f"rank (ring {ring_rank}, ulysses {ulysses_rank}) must lie inside "
                 f"ring size {self.ring_size} x ulysses size {self.ulysses_size}"
             )
-
-
-def layout_multiple(kind: str, ring_size: int, ulysses_size: int = 1) -> int:
-    """The number that ``seq_length`` must be a multiple of."""
-    if kind not in LAYOUT_KINDS:
-        raise ValueError(f"--cp-layout {kind!r} must be one of {', '.join(LAYOUT_KINDS)}")
-    if ring_size < 1 or ulysses_size < 1:
-        raise ValueError(
-            f"ring size {ring_size} and ulysses size {ulysses_size} must be at least 1"
-        )
-    if kind in ("contiguous", "striped"):
-        return ring_size * ulysses_size
-    return math.lcm(2 * ring_size, ring_size * ulysses_size)
 
 
 def make_layout(

@@ -131,7 +131,8 @@ def tokenizer_exists(facts: Facts) -> Iterator[str]:
 
 def loss_mask(facts: Facts) -> Iterator[str]:
     """Masking the loss at document ends needs an end-of-document token."""
-    if facts.config.data.eod_mask_loss and facts.config.tokenizer.tokenizer_type == "NullTokenizer":
+    kind = facts.config.tokenizer.tokenizer_type
+    if facts.config.data.eod_mask_loss and kind in (None, "NullTokenizer"):
         yield (
             "--eod-mask-loss needs a tokenizer with an end-of-document token, and NullTokenizer "
             "has none; remove it"
@@ -145,4 +146,5 @@ RULES = (
     readers,
     tokenizer_given,
     tokenizer_exists,
+    loss_mask,
 )
