@@ -29,11 +29,14 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.testing",
     "pytest",
+    "megatron.training.build",
+    "megatron.training.loop",
 ]
 """What the forkserver imports once, so that ranks need not."""
 
 
-def _context() -> Any:
+def forkserver() -> Any:
+    """The multiprocessing context whose server has the heavy imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
@@ -72,7 +75,7 @@ def run_ranks(
         RankError: with the first failing rank's traceback, or the ranks that still ran
             after ``timeout`` seconds.
     """
-    context = _context()
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pairs = [context.Pipe(duplex=False) for _ in range(world_size)]
