@@ -1,8 +1,8 @@
 """Global gradient norm and clipping over tensor, data, context and pipeline ranks.
 
 Each element of the global gradient is counted once: what n ranks hold alike counts 1/n on each, so
-that a NaN in any copy is seen; a tied embedding's second copy is excluded by the caller. Squares are
-summed in fp64 with one all-reduce of one number, so every rank gets the same bits, and a NaN or
+that a NaN in any copy is seen; a tied embedding's second copy is excluded by the caller. Squares
+are summed in fp64 with one all-reduce of one number, so every rank gets the same bits, and a NaN or
 infinity anywhere makes the norm non-finite everywhere.
 """
 
