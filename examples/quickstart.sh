@@ -70,7 +70,7 @@ du -sh "$CORPUS/train" "$CORPUS/valid"
 step "3/6 tokenizer: SentencePiece, $VOCAB pieces"
 TOKENIZER="$OUT/tokenizer.model"
 [ -f "$TOKENIZER" ] || "$PYTHON" tools/train_tokenizer.py \
-  --input "$CORPUS/train" --output "$TOKENIZER" --vocab-size "$VOCAB"
+  --input "$CORPUS/train" --output-prefix "${TOKENIZER%.model}" --vocab-size "$VOCAB"
 
 step "4/6 preprocessing into .bin/.idx"
 for part in train valid; do

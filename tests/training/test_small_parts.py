@@ -1,0 +1,258 @@
+"""The small parts of the training room: launch environment, signals, metrics, loggers, rates."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.config import OptimizerConfig
+from megatron.core.context_extension import ContextSchedule, StageDefaults
+from megatron.training.launch_env import first_host, launch_environment, slurm_port
+from megatron.training.learning_rate import learning_rate
+from megatron.training.loggers import BackgroundLogger
+from megatron.training.metrics_file import MetricsFile, cut_torn_line, read_metrics
+from megatron.training.reporting import format_training_line, peak_tflops
+
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST": "a[3-4]",
+}
+
+
+def test_single_process_without_a_launcher() -> None:
+    env = launch_environment({})
+    assert (env.rank, env.world_size, env.launcher) == (0, 1, "single")
+
+
+def test_torchrun() -> None:
+    env = launch_environment(
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+        | {"MASTER_ADDR": "h", "MASTER_PORT": "77"}
+    )
+    assert (env.rank, env.world_size, env.local_rank, env.ranks_per_node) == (5, 8, 1, 4)
+    assert (env.master_addr, env.master_port) == ("h", 77)
+
+
+def test_slurm() -> None:
+    env = launch_environment(SLURM)
+    assert (env.rank, env.world_size, env.local_rank, env.ranks_per_node) == (3, 4, 1, 2)
+    assert env.master_addr == "a3"
+    assert env.master_port == slurm_port(1234)
+
+
+def test_two_jobs_on_one_node_get_two_ports() -> None:
+    other = launch_environment(SLURM | {"SLURM_JOB_ID": "1235"})
+    assert other.master_port != launch_environment(SLURM).master_port
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a[3-4]", "a3"),
+        ("gpu[03-07,9],login1", "gpu03"),
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("rack[1-2]-x", "rack1-x"),
+    ],
+)
+def test_first_host(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert first_host(nodes) == first
+
+
+def test_scontrol_is_asked_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho strange7\necho strange8\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert first_host("whatever[7-8]") == "strange7"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_NTASKS": "5"}, "2 nodes x 2 tasks"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "SLURM_GPUS_ON_NODE=8"),
+        ({"SLURM_PROCID": "9"}, "rank 9"),
+        ({"SLURM_NTASKS": "four"}, "whole number"),
+        ({"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}, "don't divide"),
+    ],
+)
+def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> None:
+    environ = {key: value for key, value in (SLURM | changes).items() if value}
+    with pytest.raises(ValueError, match=words):
+        launch_environment(environ)
+
+
+def test_first_signal_is_kept_and_second_kills() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from megatron.training.signals import ExitSignals\n"
+        "s = ExitSignals().install()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "time.sleep(0.1); print(s.name, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(5); print('survived')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "SIGUSR1\n"
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_the_entry_point_checks_flags_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "import pretrain_gpt\n"
+        "from megatron.training import pretrain\n"
+        "code = pretrain(None, None, None, argv=['--num-layers', 'x'], environ={})\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2, done.stderr
+    assert "--num-layers" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_metrics_lines_survive_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "m.jsonl"
+    file = MetricsFile(str(path), fresh=True)
+    file.write({"iteration": 1, "lm_loss": 2.0})
+    file.write({"iteration": 2, "lm_loss": math.nan})
+    file.close()
+    with path.open("a") as torn:
+        torn.write('{"iteration": 3, "lm_')
+    assert [r["iteration"] for r in read_metrics(str(path))] == [1, 2]
+    file = MetricsFile(str(path), fresh=False)
+    file.write({"iteration": 2, "lm_loss": 1.5})
+    file.write({"iteration": 2, "eval_lm_loss": 1.0})
+    file.close()
+    records = read_metrics(str(path))
+    assert [(r["iteration"], r.get("lm_loss")) for r in records] == [(1, 2.0), (2, 1.5), (2, None)]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("text", ["", "no newline at all", "a" * 10_000])
+def test_a_file_without_a_whole_line_becomes_empty(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(text)
+    assert cut_torn_line(path) == len(text)
+    assert path.read_text() == ""
+
+
+class Sink:
+    def __init__(self, fail: str) -> None:
+        self.fail, self.seen = fail, []  # type: ignore[var-annotated]
+        if fail == "init":
+            raise RuntimeError("no network")
+        if fail == "hang in init":
+            time.sleep(60)
+
+    def log(self, values: Any, step: int) -> None:
+        if self.fail == "log":
+            raise RuntimeError("quota")
+        self.seen.append((step, dict(values)))
+
+    def finish(self) -> None:
+        if self.fail == "exit":
+            raise SystemExit(1)
+
+
+@pytest.mark.parametrize("fail", ["init", "hang in init", "log", "exit"])
+def test_a_failing_logger_never_stops_a_run(fail: str) -> None:
+    warnings: list[str] = []
+    began = time.monotonic()
+    logger = BackgroundLogger("wandb", lambda: Sink(fail), warnings.append)
+    for step in range(5):
+        logger.log({"loss": 1.0}, step)
+        time.sleep(0.02)
+    logger.finish(seconds=1.0)
+    assert time.monotonic() - began < 5
+    assert len(warnings) == 1
+    assert "training goes on" in warnings[0]
+
+
+def test_a_working_logger_gets_all() -> None:
+    sinks: list[Sink] = []
+
+    def make() -> Sink:
+        sinks.append(Sink(""))
+        return sinks[-1]
+
+    logger = BackgroundLogger("wandb", make, lambda text: pytest.fail(text))
+    for step in range(3):
+        logger.log({"loss": float(step)}, step)
+    logger.finish()
+    assert len(sinks) == 1
+    assert sinks[0].seen == [(0, {"loss": 0.0}), (1, {"loss": 1.0}), (2, {"loss": 2.0})]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("Some other card", None),
+        (None, None),
+    ],
+)
+def test_known_peaks(name: str | None, peak: float | None) -> None:
+    assert peak_tflops(None, name) == peak
+    assert peak_tflops(100.0, name) == 100.0
+
+
+def test_log_line_of_a_step_without_numbers() -> None:
+    record = {
+        "iteration": 1,
+        "stage": 1,
+        "seq_length": 8,
+        "context_parallel_size": 1,
+        "consumed_tokens": 8,
+        "lm_loss": None,
+        "grad_norm": 1.0,
+        "learning_rate": 0.1,
+        "iteration_time": 0.5,
+        "tokens_per_second": 16.0,
+        "tflops_per_device": 0.1,
+        "mfu": None,
+        "skipped": 1,
+    }
+    line = format_training_line(record, 10)
+    assert "lm loss nan" in line and "skipped 1" in line
+
+
+def schedule(*stages: dict[str, Any]) -> ContextSchedule:
+    common = {"seq_length": 8, "global_batch_size": 1, "micro_batch_size": 1}
+    return ContextSchedule.from_mapping(
+        {"stages": [common | stage for stage in stages]}, StageDefaults()
+    )
+
+
+def test_learning_rate_rules_of_stages() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.0, lr_decay_style="linear")
+    stages = schedule(
+        {"train_iters": 10},
+        {"train_iters": 10, "lr": {"rule": "constant", "peak": 0.3}},
+        {"train_iters": 10, "lr": {"rule": "rewarm", "peak": 0.5, "min": 0.1, "warmup_iters": 4}},
+        {"train_iters": 10},
+    )
+    rates = [learning_rate(config, stages, i) for i in range(40)]
+    assert rates[:10] == pytest.approx([1 - i / 40 for i in range(10)])
+    assert rates[10:20] == [0.3] * 10
+    assert rates[20:24] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates[24:30] == pytest.approx([0.5 - 0.4 * i / 6 for i in range(6)])
+    assert rates[30:] == pytest.approx([1 - i / 40 for i in range(30, 40)])
