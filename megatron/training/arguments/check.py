@@ -64,7 +64,6 @@ def _facts(config: RunConfig, world_size: int, ranks_per_node: int) -> tuple[Fac
     facts = Facts(
         config=config,
         world_size=world_size,
-        ranks_per_node=ranks_per_node,
         stages=tuple(stages),
         from_file=config.training.context_schedule is not None,
         dpcp=resolve.dpcp_size(config, world_size),

@@ -13,7 +13,6 @@ class Facts:
 
     config: RunConfig
     world_size: int
-    ranks_per_node: int
     stages: tuple[Stage, ...]
     from_file: bool
     """Whether the stages come from a schedule file (else: one stage from the flags)."""
