@@ -146,30 +146,32 @@ class _Maker:
 
     def _microbatch(self, rows: PackedRows, mine: range, first_sample: int) -> PackedBatch:
         rules = self._rules
-        if rules.reset_attention_mask:
-            cu_seqlens = [torch.from_numpy(rows.cu_seqlens(row)) for row in mine]
-        else:
-            cu_seqlens = [torch.tensor([0, rules.seq_length], dtype=torch.int32) for _ in mine]
+        pieces = [rows.row(row) for row in mine]
+        bounds = [rows.cu_seqlens(row) for row in mine]
+        if not rules.reset_attention_mask:
+            bounds = [np.array([0, rules.seq_length], dtype=np.int32) for _ in mine]
+        cu_seqlens = [torch.from_numpy(values) for values in bounds]
         layout = self._layout_fn(cu_seqlens)
         share = self._share_of(layout)
         shape = (len(mine), len(share.positions))
         tokens, labels, position_ids = (np.empty(shape, dtype=np.int64) for _ in range(3))
-        for j, row in enumerate(mine):
-            tokens[j], labels[j], position_ids[j] = self._reader.read(
-                rows.row(row), share, rules.seq_length
-            )
+        for j, row in enumerate(pieces):
+            out = (tokens[j], labels[j], position_ids[j])
+            self._reader.read_into(row, share, rules.seq_length, out)
         if rules.eod_mask_loss:
             labels[tokens == rules.eod_token] = IGNORE_INDEX
+        loss_mask = np.empty(shape, dtype=np.float32)
+        np.not_equal(labels, IGNORE_INDEX, out=loss_mask)
         return PackedBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(np.float32)),
+            loss_mask=torch.from_numpy(loss_mask),
             position_ids=torch.from_numpy(position_ids),
             cu_seqlens=cu_seqlens,
             seq_length=rules.seq_length,
             layout=layout,
             sample_ids=[first_sample + row for row in mine],
-            row_hashes=[self._planner.row_hash(rows, row) for row in mine],
+            row_hashes=[self._planner.row_hash(row, rules.seq_length) for row in pieces],
         )
 
     def _share_of(self, layout: Layout) -> Share:

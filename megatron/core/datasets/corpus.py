@@ -56,13 +56,17 @@ class IndexedCorpus:
         self.num_documents = self.dataset.num_documents
         self.num_tokens = self.dataset.num_tokens
         self.document_lengths = self.dataset.document_lengths
+        self._tokens = self.dataset.all_tokens()
         self.identity = self._fingerprint()
+
+    def __reduce__(self) -> tuple[type["IndexedCorpus"], tuple[str]]:
+        return IndexedCorpus, (self.name,)  # opened again, not copied
 
     def _fingerprint(self) -> str:
         """Hash of the sizes and of samples from both ends of lengths and tokens."""
         digest = hashlib.blake2b(digest_size=8)
         digest.update(f"{self.dataset.dtype} {self.num_documents} {self.num_tokens}".encode())
-        for values in (self.document_lengths, self.dataset.all_tokens()):
+        for values in (self.document_lengths, self._tokens):
             for sample in (values[:_SAMPLE], values[-_SAMPLE:]):
                 digest.update(np.ascontiguousarray(sample).tobytes())
         return digest.hexdigest()
@@ -73,11 +77,11 @@ class IndexedCorpus:
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
         """See ``Corpus``."""
-        return self.dataset.all_tokens()[begin:end]
+        return self._tokens[begin:end]
 
     def take(self, indices: Int64Array) -> npt.NDArray[Any]:
         """See ``Corpus``."""
-        return self.dataset.all_tokens()[indices]
+        return self._tokens[indices]
 
 
 class MockCorpus:

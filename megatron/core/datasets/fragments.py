@@ -77,8 +77,9 @@ class PackedRows:
 
     def cu_seqlens(self, row: int) -> npt.NDArray[np.int32]:
         """int32: where the row's documents start, then ``seq_length``; padding is the last."""
-        lengths = self.row(row).length
-        bounds = np.concatenate(([0], np.cumsum(lengths)))
-        if bounds[-1] < self.seq_length:
-            bounds = np.append(bounds, self.seq_length)
-        return bounds.astype(np.int32)
+        lengths = self.pieces.length[int(self.row_bounds[row]) : int(self.row_bounds[row + 1])]
+        ends = lengths.cumsum()
+        bounds = np.empty(len(ends) + 1 + int(ends[-1] < self.seq_length), dtype=np.int32)
+        bounds[0], bounds[-1] = 0, self.seq_length
+        bounds[1 : len(ends) + 1] = ends
+        return bounds

@@ -89,6 +89,7 @@ class RowPlanner:
         self._reader = source.reader(stored["stream"])
         self.corpora: list[Corpus] = list(source.corpora)
         self._pending = self._restored(stored["corpora"], stored["pieces"])
+        self._identities = np.array([int(c.identity, 16) for c in self.corpora], dtype=np.uint64)
         self._tokens = int(stored.get("consumed_tokens", 0))
         self._padded = int(stored.get("padded_tokens", 0))
         self._samples = int(stored.get("consumed_samples", 0))
@@ -123,14 +124,12 @@ class RowPlanner:
         self._samples += self._num_rows
         return rows
 
-    def row_hash(self, rows: PackedRows, row: int) -> int:
+    def row_hash(self, pieces: Fragments, seq_length: int) -> int:
         """63-bit hash of what fills a row, whichever blend or folder it came from."""
-        pieces = rows.row(row)
-        identities = np.array([int(c.identity, 16) for c in self.corpora], dtype=np.uint64)
-        digest = hashlib.blake2b(str(rows.seq_length).encode(), digest_size=8)
-        digest.update(identities[pieces.corpus].tobytes())
+        digest = hashlib.blake2b(seq_length.to_bytes(8, "little"), digest_size=8)
+        digest.update(self._identities[pieces.corpus].data)
         for values in (pieces.document, pieces.start, pieces.length):
-            digest.update(values.tobytes())
+            digest.update(values.data)
         return int.from_bytes(digest.digest(), "little") >> 1
 
     def _restored(
