@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.datasets.preprocessing.records import CorpusError
 
 SUFFIXES = (".gz", ".zst")
-_READ = 1 << 17
+_READ = 1 << 14  # at usual ratios a block of about 100 KB
 
 
 def is_compressed(path: str) -> bool:

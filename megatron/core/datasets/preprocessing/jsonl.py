@@ -141,12 +141,23 @@ class CompressedJsonlFile:
             size += len(data)
             cut = data.rfind(b"\n") + 1 if size >= UNIT_BYTES else 0
             if cut:
-                yield b"".join((*held, data[:cut])), read
+                yield from ((part, read) for part in _split(b"".join((*held, data[:cut]))))
                 held, size = [data[cut:]], len(data) - cut
             else:
                 held.append(data)
         if size:
-            yield b"".join(held), read
+            yield from ((part, read) for part in _split(b"".join(held)))
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """Whole lines in pieces of about ``UNIT_BYTES``."""
+    start = 0
+    while len(data) - start > 2 * UNIT_BYTES:
+        end = data.find(b"\n", start + UNIT_BYTES) + 1 or len(data)
+        yield data[start:end]
+        start = end
+    if start < len(data):
+        yield data[start:]
 
 
 def _cut(data: bytes, low: int, high: int) -> bytes:
