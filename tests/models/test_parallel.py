@@ -1,5 +1,6 @@
 """Loss and every gradient are the same for every (tp, sequence parallel, ulysses, ring) in fp64."""
 
+import random
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from tests.models.helpers import (
 from tests.utils.ranks import run_ranks
 
 DOCUMENTS = [[7, 1, 24], [32]]
-Grid = tuple[int, int, int, bool]
-"""tp, ulysses, ring, sequence parallel."""
+Grid = tuple[int, int, int, bool, str]
+"""tp, ulysses, ring, sequence parallel, cp_comm_type."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -57,12 +58,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         recompute_granularity="selective", recompute_modules=("layernorm",)
     ),
 }
-FOUR = ((4, 1, 1, True), (4, 1, 1, False), (2, 1, 2, True), (2, 2, 1, True), (1, 2, 2, False))
+FOUR: tuple[Grid, ...] = (
+    (4, 1, 1, True, "auto"),
+    (4, 1, 1, False, "auto"),
+    (2, 1, 2, True, "p2p"),
+    (2, 1, 2, False, "all_gather"),
+    (2, 2, 1, True, "a2a"),
+    (1, 2, 2, False, "a2a+p2p"),
+    (1, 1, 4, False, "p2p"),
+)
 
 
 def _groups(sizes: Grid, rank: int, world: int) -> tuple[Any, Any, Any, int, int]:
     """tp mesh, ulysses group, ring group and this rank's ulysses and ring ranks; tp fastest."""
-    tp, ulysses, ring, _ = sizes
+    tp, ulysses, ring, *_ = sizes
     mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dpcp", "tp"))["tp"]
     grid = torch.arange(world).view(ring, ulysses, tp)
     mine: dict[str, Any] = {}
@@ -86,7 +95,7 @@ def _gathered(model: GPTModel) -> dict[str, torch.Tensor]:
 def _rank(rank: int, world: int, grids: list[Grid], names: list[str]) -> Any:
     results = []
     for sizes in grids:
-        tp, ulysses, ring, sequence_parallel = sizes
+        tp, ulysses, ring, sequence_parallel, cp_comm_type = sizes
         mesh, ulysses_group, ring_group, ulysses_rank, ring_rank = _groups(sizes, rank, world)
         for name in names:
             config = small_config(**CONFIGS[name])
@@ -99,6 +108,7 @@ def _rank(rank: int, world: int, grids: list[Grid], names: list[str]) -> Any:
                 ring_group=ring_group,
                 ulysses_group=ulysses_group,
                 tp_size=tp,
+                cp_comm_type=cp_comm_type,
             )
             model = GPTModel(config, tp_mesh=mesh, sequence_parallel=sequence_parallel)
             loss = model(None, batch)
@@ -142,14 +152,28 @@ def _check(world: int, grids: list[Grid], names: list[str]) -> None:
             assert_close(torch.from_numpy(gradient), expected[key], 1e-10, f"{key} of {what}")
 
 
+def test_four_ranks_equal_one() -> None:
+    """Every grid with three of the models, drawn anew in each run."""
+    seed = random.randrange(1 << 16)
+    print(f"models drawn with seed {seed}")
+    draw = random.Random(seed)
+    for grid in FOUR:
+        _check(4, [grid], draw.sample(sorted(CONFIGS), 3))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", FOUR, ids=str)
-def test_four_ranks_equal_one(grid: Grid) -> None:
+def test_four_ranks_equal_one_with_every_model(grid: Grid) -> None:
     _check(4, [grid], list(CONFIGS))
 
 
-def test_ring_of_two_with_each_kind_of_recompute() -> None:
-    names = [name for name in CONFIGS if "recompute" in name]
-    _check(2, [(1, 1, 2, False), (2, 1, 1, True)], names)
+@pytest.mark.slow
+def test_eight_ranks_equal_one() -> None:
+    _check(8, [(2, 2, 2, True, "a2a+p2p"), (2, 2, 2, True, "a2a+all_gather")], list(CONFIGS))
+
+
+def test_two_ranks_with_every_model() -> None:
+    _check(2, [(2, 1, 1, True, "auto"), (1, 1, 2, False, "p2p")], list(CONFIGS))
 
 
 def _sharded(rank: int, world: int, fields: dict[str, Any]) -> Any:

@@ -28,10 +28,10 @@ from megatron.core.tensor_parallel import (
     TensorParallel,
     column_parallel,
 )
+from megatron.core.transformer.heads import place_heads, place_key_value
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import after_norm, recomputes
-from megatron.core.transformer.rotary import apply_rotary
 
 
 def local_heads(config: ModelConfig, tp_size: int) -> tuple[int, int]:
@@ -137,15 +137,18 @@ class SelfAttention(nn.Module):
         )
         length, batch = query.shape[:2]
         q = query.view(length, batch, self.heads, self.head_dim)
-        k, v = key_value.view(length, batch, self.kv_heads, 2, self.head_dim).unbind(3)
+        kv = key_value.view(length, batch, self.kv_heads, 2, self.head_dim)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if inputs.rotary is not None:
-            q, k = apply_rotary(q, inputs.rotary), apply_rotary(k, inputs.rotary)
+            key, value = kv.unbind(3)
+            q = place_heads(self.q_layernorm(q), inputs.rotary)
+            k, v = place_heads(self.k_layernorm(key), inputs.rotary), place_heads(value, None)
+        else:
+            q = place_heads(q, inputs.rotary)
+            k, v = place_key_value(kv, inputs.rotary)
         out, _ = inputs.plan(
-            q.transpose(0, 1),
-            k.transpose(0, 1),
-            v.transpose(0, 1),
+            q,
+            k,
+            v,
             layer_number=self.layer_number,
             dropout_seed=self._dropout_seed(inputs),
             kept=kept,

@@ -81,7 +81,7 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """Rotate the first r dims of ``x`` [s, B, h, D]; the result is contiguous, of x's type."""
+    """Rotate the first r dims of ``x`` [s, B, h, D]; differentiable; contiguous, of x's type."""
     return _Rotate.apply(x, table.cos, table.sin)
 
 
@@ -89,17 +89,32 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        return rotate(x, torch.empty(x.shape, dtype=x.dtype, device=x.device), cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1.0), None, None
+        grad = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
+        return rotate(grads[0], grad, cos, sin, backward=True), None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotate(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Write the rotation of ``x`` [s, B, h, D] to ``out``, of any strides; no autograd.
+
+    Args:
+        x: what to rotate, or with ``backward`` the gradient of the result.
+        out: of the same shape, not overlapping ``x``; returned.
+        cos, sin: as in :class:`RotaryTable`.
+        backward: multiply with the transposed rotation.
+    """
+    half, sign = cos.shape[-1], -1.0 if backward else 1.0
     x1, x2 = x[..., :half], x[..., half : 2 * half]
     out1, out2 = out[..., :half], out[..., half : 2 * half]
     if x.dtype == cos.dtype:
