@@ -8,6 +8,7 @@ micro-batch and used by every layer and every recompute. Costs some milliseconds
 import torch
 import torch.distributed as dist
 
+from megatron.core.collectives import group_size
 from megatron.core.config import ModelConfig
 from megatron.core.context_parallel import Workspace, make_layout, prepare_attention
 from megatron.core.packed_batch import PackedBatch
@@ -63,14 +64,7 @@ def prepare_batch(
     layout = batch.layout
     if layout is None:
         layout = make_layout("contiguous", batch.seq_length, 1)
-    sizes = tuple(1 if group is None else group.size() for group in (ring_group, ulysses_group))
-    expected = batch.seq_length // (sizes[0] * sizes[1])
-    if batch.tokens.shape[1] != expected:
-        raise ValueError(
-            f"the batch has {batch.tokens.shape[1]} tokens a row; --seq-length "
-            f"{batch.seq_length} over ring size {sizes[0]} and ulysses size {sizes[1]} makes "
-            f"{expected}: pass the groups that the batch was cut for"
-        )
+    _check_length(batch, ring_group, ulysses_group)
     heads, kv_heads = local_heads(config, tp_size)
     batch.attention_plan = prepare_attention(
         layout=layout,
@@ -90,3 +84,18 @@ def prepare_batch(
         check_iteration=check_iteration,
     )
     return batch
+
+
+def _check_length(
+    batch: PackedBatch,
+    ring_group: dist.ProcessGroup | None,
+    ulysses_group: dist.ProcessGroup | None,
+) -> None:
+    ring, ulysses = group_size(ring_group), group_size(ulysses_group)
+    expected = batch.seq_length // (ring * ulysses)
+    if batch.tokens.shape[1] != expected:
+        raise ValueError(
+            f"the batch has {batch.tokens.shape[1]} tokens a row; --seq-length "
+            f"{batch.seq_length} over ring size {ring} and ulysses size {ulysses} makes "
+            f"{expected}: pass the groups that the batch was cut for"
+        )
