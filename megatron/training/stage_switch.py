@@ -45,6 +45,7 @@ def leave_stage(trainer: Trainer) -> None:
     for loader in trainer.eval_loaders.values():
         loader.close()
     trainer.eval_loaders.clear()
+    trainer.workspace.clear()
     if trainer.device.type == "cuda":
         # Activations of another length leave blocks of sizes that the next stage can't use.
         torch.cuda.empty_cache()

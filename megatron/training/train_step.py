@@ -52,6 +52,7 @@ def prepare(
             tp_size=parallel.tp_size,
             cp_comm_type=trainer.config.parallel.cp_comm_type,
             training=training,
+            workspace=trainer.workspace,
         )
         for batch in batches
     ]

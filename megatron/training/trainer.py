@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.core.config import RunConfig
 from megatron.core.context_extension import ContextSchedule, Stage
+from megatron.core.context_parallel import Workspace
 from megatron.core.datasets import BatchLoader
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import Runner
@@ -43,6 +44,8 @@ class Trainer:
     reporter: Reporter
     signals: ExitSignals
     state: TrainState
+    workspace: Workspace = dataclasses.field(default_factory=Workspace)
+    """Buffers of context-parallel attention, used again by every micro-batch."""
     stage: Stage | None = None
     """The stage whose loaders and groups are in place; None before the first."""
     loader: BatchLoader | None = None
