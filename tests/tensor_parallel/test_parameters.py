@@ -63,6 +63,15 @@ def test_padding_rows_are_zero_and_change_nothing() -> None:
         assert torch.count_nonzero(values[29:]) == 0
 
 
+def test_threads_do_not_change_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", 100)
+    made = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        made.append(_make((100, 30)))
+    assert torch.equal(*made)
+
+
 @pytest.mark.parametrize("block", [1, 10, 64, 1 << 22])
 def test_every_shard_is_a_slice_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over block edges too: a shard may begin and end inside a block, or lie in the padding."""

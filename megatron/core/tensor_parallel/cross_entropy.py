@@ -23,8 +23,10 @@ EVERY rank's shard, gathered just before use (the next one while this one comput
 gradient is reduce-scattered straight back. The whole sequence [s, B, H] never exists, in
 neither direction, for the same bytes on the wire as one big gather.
 
-Cost: 6 * tokens * H * V / tp FLOPs; memory 2 * chunk * V / tp numbers of fp32, plus fp32
-V * H / tp for the weight gradient. It does not: label smoothing, z-loss, or a second backward.
+Cost: 6 * tokens * H * V / tp FLOPs; memory 8 (fp32) or at most 10 (bf16) bytes for each of
+chunk * V / tp logits, plus fp32 V * H / tp for the weight gradient. bf16 partial gradients of
+hidden are summed over tp in bf16, as in every other column-parallel layer.
+It does not: label smoothing, z-loss, or a second backward.
 """
 
 import dataclasses
