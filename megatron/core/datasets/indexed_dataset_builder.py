@@ -7,6 +7,7 @@ overwrites. Memory: 4 bytes a sequence and 8 a document.
 """
 
 import array
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -160,7 +161,8 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Remove what was written; nothing under the final names is touched."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # on a full disk closing fails once more
+            self._file.close()
         if self._owns_partial():
             for path in (self._bin_partial, self._idx_partial):
                 if os.path.exists(path):

@@ -4,6 +4,8 @@ Selections and shuffles that the folder records are honoured. Read from the memo
 batch of rows at a time.
 """
 
+import contextlib
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +16,12 @@ from megatron.core.datasets.preprocessing.shares import records_between
 from megatron.core.datasets.preprocessing.units import Unit
 
 _BATCH_BYTES = 1 << 22
+_SPLITS = "dataset_dict.json"
 
 
 def is_dataset_folder(path: str) -> bool:
     """Whether ``save_to_disk`` wrote it."""
     return any(os.path.exists(os.path.join(path, name)) for name in ("state.json", _SPLITS))
-
-
-_SPLITS = "dataset_dict.json"
 
 
 class DatasetFolder:
@@ -40,15 +40,18 @@ class DatasetFolder:
                 f"{path}: holds several splits ({', '.join(splits)}); name one: "
                 f"--input {os.path.join(path, splits[0] if splits else 'SPLIT')}"
             )
-        self._dataset = self._load()
-        check_columns(path, self._dataset.data.schema, keys)
-        self.size = max(int(self._dataset.data.nbytes), 1)
+        self.size = 1
+        self._dataset = None if _has_no_files(path) else self._load()
+        if self._dataset is not None:
+            check_columns(path, self._dataset.data.schema, keys)
+            self.size = max(int(self._dataset.data.nbytes), 1)
 
     def units(self, start: int, end: int) -> Iterator[Unit]:
         """Rows in Arrow form."""
-        total = len(self._dataset)
+        total = 0 if self._dataset is None else len(self._dataset)
         if not total:
             return
+        assert self._dataset is not None
         row, last = records_between(start, end, self.size, total)
         weight = self.size / total
         rows = min(max(int(_BATCH_BYTES / max(weight, 1.0)), 1), 1 << 14)
@@ -71,3 +74,11 @@ class DatasetFolder:
         except Exception as error:  # whatever the library raises for a broken folder
             raise CorpusError(f"{self.path}: datasets can't load it: {error}") from error
         return dataset
+
+
+def _has_no_files(path: str) -> bool:
+    """A dataset saved without a row has no file, and the library can't load it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(os.path.join(path, "state.json"), encoding="utf-8") as file:
+            return json.load(file).get("_data_files") == []
+    return False
