@@ -161,7 +161,6 @@ NORMAL = [
     (8, (2, 2, None), "sgd", True, "no_shard", 2),
     (8, (2, 2, 1), "sgd", True, "optim_grads_params", 2),
     (8, (2, 2, None), "adam", True, "optim", 1),
-    (8, (1, 2, 2), "sgd", False, "optim_grads", 4),
 ]
 
 
@@ -190,7 +189,7 @@ def _all_cases():
 def test_a_sample_of_all_layouts_strategies_and_optimizers():
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)
-    for case in random.Random(seed).sample(list(_all_cases()), 4):
+    for case in random.Random(seed).sample(list(_all_cases()), 3):
         print(case)
         _check(*case)
 

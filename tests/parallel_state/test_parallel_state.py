@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -172,10 +171,12 @@ def test_another_order_of_group_creation_stops_all_ranks():
 
 
 FAKE = """
+import time
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core.parallel_state import ParallelState
 hashes = set()
+start = time.process_time()
 for rank in (0, 5000, 16383):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16384)
     state = ParallelState(
@@ -191,10 +192,9 @@ for rank in (0, 5000, 16383):
     assert state.dpcp_size == 256 and "world 16384 = tp 8 x dpcp 256 x pp 8" in state.describe()
     dist.destroy_process_group()
 assert len(hashes) == 1
+assert time.process_time() - start < 5.0
 """
 
 
 def test_fake_world_of_16384_ranks():
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", FAKE], check=True, timeout=60)
-    assert time.perf_counter() - start < 20
+    subprocess.run([sys.executable, "-c", FAKE], check=True, timeout=120)

@@ -40,7 +40,7 @@ def test_groups_partition_the_world_and_agree_with_coordinates(sizes):
 
 
 def test_16384_ranks_are_fast_and_dpcp_does_not_depend_on_the_split():
-    start = time.perf_counter()
+    start = time.process_time()
     grids = [
         build_grid(
             16384,
@@ -59,7 +59,7 @@ def test_16384_ranks_are_fast_and_dpcp_does_not_depend_on_the_split():
         for rank in (0, 1, 4097, 16383):
             assert grid.axis_rank("dpcp", rank) == grids[0].axis_rank("dpcp", rank)
             assert grid.rank(grid.coordinate(rank)) == rank
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_ulysses_ranks_share_a_node_and_ring_ranks_stride_over_nodes():

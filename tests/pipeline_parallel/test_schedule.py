@@ -49,10 +49,10 @@ def _check(ranks, chunks, micro_batches, backward):
     # Both ends of a transfer are posted in the same slot.
     assert sorted(sent) == sorted(received)
     assert len(sent) == len(kinds) * micro_batches * (stages - 1)
-    limit = 2 if chunks == 1 else 6
-    if chunks > 1 and micro_batches % ranks:
-        limit = max(6, 3 * ranks // 2)
-    assert most_waiting <= limit
+    if chunks == 1:
+        assert most_waiting <= 2
+    else:
+        assert most_waiting <= (2 * ranks if micro_batches % ranks else max(4, ranks // 2 + 2))
     for work, t in when.items():
         if work.kind == BACKWARD:
             assert when[Pass(FORWARD, work.stage, work.micro_batch)] < t

@@ -297,7 +297,8 @@ def _evaluating(chunks: Sequence[nn.Module], after: AfterEvaluation) -> Iterator
     finally:
         for chunk, mode in zip(chunks, training, strict=True):
             chunk.train(mode)
-            after(chunk)
+    for chunk in chunks:
+        after(chunk)
 
 
 def _nothing_before(module: nn.Module, last: bool) -> None:

@@ -17,7 +17,7 @@ transfer only when a pass needs it, so ranks need not run in lock-step in fact.
 Any number of micro-batches works, multiples of the ranks or not. With P ranks, V chunks a rank and
 M >= P micro-batches the idle slots are the fewest possible, 2 (P - 1) beside 2 M V with work; with
 M < P a step takes 2 (V P + M - 1) slots. However large M is, the received tensors that wait for
-their pass are at most 2 (V = 1), 6 (V > 1, M a multiple of P) or about 1.5 P (V > 1, any M).
+their pass are at most 2 (V = 1), about P / 2 (V > 1, M a multiple of P) or 2 P (V > 1, any M).
 """
 
 import dataclasses
