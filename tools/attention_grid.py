@@ -102,7 +102,7 @@ def sample_case(rng: random.Random, split: tuple[int, int] | None = None) -> Cas
     return Case(
         ulysses, ring, layout, rng.choice(comm_types(ulysses, ring)), heads,
         rng.choice(lengths(layout, ulysses, ring)),
-        tuple([first, *(rng.choice(PACKINGS) for _ in range(batch - 1))]),
+        (first, *(rng.choice(PACKINGS) for _ in range(batch - 1))),
         window, rng.choice(DTYPES), rng.choice(("auto", "auto", "auto", "reference")),
         causal=window is not None or rng.random() < 0.9, seed=rng.randrange(1 << 30),
     )  # fmt: skip

@@ -2,35 +2,38 @@
 
     python tools/benchmark_attention.py                     the tables below
     python tools/benchmark_attention.py --cases dense-8k --rounds 9
-    python tools/benchmark_attention.py --check             correctness on a random sample of the grid
+    python tools/benchmark_attention.py --check             correctness, a sample of the grid
     python tools/benchmark_attention.py --check --full      the whole grid (long)
 
 Speed: R ranks of one thread each against one process of R threads that runs torch's own attention
 (``scaled_dot_product_attention``; packed rows: one call per document) and, for packed rows, this
 package on one rank; the faster of the two counts. Runs alternate, and medians are compared:
-1.00 means that splitting the sequence costs nothing. PyTorch's private ring and
+1.00 means that splitting the sequence costs nothing. "cpu" is the same ratio of processor
+time, which tells something on a busy machine too. PyTorch's private ring and
 ``ring-attention-pytorch`` (where installed) run the same dense rows.
 
-Memory: peak bytes of one rank, forward and backward, on a fixed row over rings of 1, 2, 4 and 8, above
-what the process had before its inputs were made.
+Memory: peak bytes of one rank, forward and backward, on a fixed row over rings of 1, 2, 4 and 8,
+above what the process had before its inputs were made.
 """
 
 import argparse
 import dataclasses
-import multiprocessing
+import importlib
+import importlib.util
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.rank_team import Team
+
+HERE = "tools.benchmark_attention"
 HEADS, HEAD_DIM = 8, 64
 
 
@@ -75,86 +78,23 @@ def rows(seed: int) -> list[Row]:
     return dense + packed
 
 
-class Team:
-    """Processes that run jobs together when told, and are idle otherwise."""
-
-    def __init__(self, ranks: int, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
-        self._pipes = []
-        self._processes = []
-        for rank in range(ranks):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_work, args=(there, rank, ranks, threads, store), daemon=True
-            )
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        """The results of a function of this file, by rank."""
-        for pipe in self._pipes:
-            pipe.send((name, args))
-        answers = [pipe.recv() for pipe in self._pipes]
-        for ok, value in answers:
-            if not ok:
-                raise RuntimeError(f"a rank failed:\n{value}")
-        return [value for _, value in answers]
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(timeout=10)
-        self._folder.cleanup()
-
-
-def _work(pipe: Any, rank: int, ranks: int, threads: int, store: str) -> None:
-    """A team's process: run what comes through the pipe until None."""
-    import traceback
-
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(threads)
-    if ranks > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(minutes=20),
-        )
-    jobs: dict[str, Any] = {}
-    while (message := pipe.recv()) is not None:
-        name, args = message
-        try:
-            pipe.send((True, globals()[name](jobs, rank, ranks, *args)))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))
-    if ranks > 1:
-        dist.destroy_process_group()
-
-
 def set_up(jobs: dict[str, Any], rank: int, ranks: int, row: Row, kind: str, dtype: str) -> None:
     """Make inputs and plan of a job; ``jobs[kind]`` becomes a function (backward) -> None."""
     jobs.clear()
     jobs[kind] = JOBS[kind](row, rank, ranks, dtype)
 
 
-def run(jobs: dict[str, Any], rank: int, ranks: int, kind: str, backward: bool) -> float:
-    """Seconds of one run of a job on this rank, started together."""
+def run(
+    jobs: dict[str, Any], rank: int, ranks: int, kind: str, backward: bool
+) -> tuple[float, float]:
+    """(seconds, processor seconds) of one run of a job on this rank, started together."""
     import torch.distributed as dist
 
     if ranks > 1:
         dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     jobs[kind](backward)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 def _inputs(row: Row, dtype: str, positions: Any = None, heads_first: bool = False) -> Any:
@@ -228,10 +168,11 @@ def _ring_of_torch(row: Row, rank: int, ranks: int, dtype: str) -> Any:
     """PyTorch's private ring over zigzag shards."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.experimental._context_parallel import _attention as private
+    from torch.distributed.tensor.experimental._context_parallel import _attention
 
     from megatron.core.context_parallel import make_layout
 
+    private: Any = _attention
     positions = make_layout("zigzag", row.length, ranks).positions(rank)
     q, k, v, grad_out = _inputs(row, dtype, positions, heads_first=True)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -264,7 +205,10 @@ def _ring_of_torch(row: Row, rank: int, ranks: int, dtype: str) -> Any:
 def _ring_attention_pytorch(row: Row, rank: int, ranks: int, dtype: str) -> Any:
     """The package of that name, contiguous shards."""
     import torch
-    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    ring_flash_attn = importlib.import_module(
+        "ring_attention_pytorch.ring_flash_attention"
+    ).ring_flash_attn
 
     size = row.length // ranks
     q, k, v, grad_out = _inputs(row, dtype, torch.arange(rank * size, (rank + 1) * size))
@@ -288,24 +232,26 @@ JOBS = {
 }
 
 
+Timings = dict[str, list[tuple[float, float]]]
+
+
 def _time(
     teams: Sequence[tuple[str, Team]], row: Row, rounds: int, dtype: str, backward: bool
-) -> dict[str, list[float]]:
-    """Seconds of each round of each competitor, alternating."""
+) -> Timings:
+    """(seconds, processor seconds of all ranks) of each round of each competitor, alternating."""
     for kind, team in teams:
         team.call("set_up", row, kind, dtype)
         team.call("run", kind, backward)
-    seconds: dict[str, list[float]] = {kind: [] for kind, _ in teams}
+    timings: Timings = {kind: [] for kind, _ in teams}
     for number in range(rounds):
         for kind, team in teams if number % 2 == 0 else list(reversed(teams)):
-            seconds[kind].append(max(team.call("run", kind, backward)))
-    return seconds
+            took = team.call("run", kind, backward)
+            timings[kind].append((max(t for t, _ in took), sum(busy for _, busy in took)))
+    return timings
 
 
 def has_peer() -> bool:
     """Whether ring-attention-pytorch can be imported."""
-    import importlib.util
-
     return importlib.util.find_spec("ring_attention_pytorch") is not None
 
 
@@ -314,12 +260,13 @@ def speed(args: argparse.Namespace) -> bool:
     ranks = args.ranks
     chosen = [row for row in rows(args.seed) if not args.cases or row.name in args.cases]
     print(
-        f"{ranks} ranks x 1 thread against 1 process x {ranks} threads, {HEADS} heads x {HEAD_DIM}, "
-        f"{args.dtype}, median of {args.rounds} alternated runs, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}"
+        f"{ranks} ranks x 1 thread against 1 process x {ranks} threads, {HEADS} heads x "
+        f"{HEAD_DIM}, {args.dtype}, median of {args.rounds} alternated runs, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     print(
-        f"{'row':<12}{'pass':<8}{'competitor':<26}{'median s':>9}{'ratio':>7}{'least':>7}{'most':>7}"
+        f"{'row':<12}{'pass':<8}{'competitor':<26}{'median s':>9}{'ratio':>7}{'least':>7}"
+        f"{'most':>7}{'cpu':>7}"
     )
     met = True
     for row in chosen:
@@ -330,28 +277,29 @@ def speed(args: argparse.Namespace) -> bool:
             kinds.append(("torch private ring", ranks))
             if has_peer():
                 kinds.append(("ring-attention-pytorch", ranks))
-        teams = [(kind, Team(count, 1 if count > 1 else ranks)) for kind, count in kinds]
+        teams = [(kind, Team(HERE, count, 1 if count > 1 else ranks)) for kind, count in kinds]
         for backward in (False, True):
-            seconds = _time(teams, row, args.rounds, args.dtype, backward)
-            met &= _print_row(row, "fwd+bwd" if backward else "fwd", seconds)
+            timings = _time(teams, row, args.rounds, args.dtype, backward)
+            met &= _print_row(row, "fwd+bwd" if backward else "fwd", timings)
         for _, team in teams:
             team.close()
     return met
 
 
-def _print_row(row: Row, label: str, seconds: dict[str, list[float]]) -> bool:
+def _print_row(row: Row, label: str, timings: Timings) -> bool:
     """Lines of one row and pass."""
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    base = min(medians[kind] for kind in medians if kind.endswith("one process"))
-    base_kind = next(kind for kind in medians if medians[kind] == base)
-    for kind, values in seconds.items():
-        ratios = sorted(b / s for b, s in zip(seconds[base_kind], values))
+    medians = {kind: statistics.median(t for t, _ in runs) for kind, runs in timings.items()}
+    busy = {kind: statistics.median(b for _, b in runs) for kind, runs in timings.items()}
+    base = min((k for k in medians if k.endswith("one process")), key=lambda k: medians[k])
+    for kind, runs in timings.items():
+        ratios = sorted(b[0] / t[0] for b, t in zip(timings[base], runs))
         print(
-            f"{row.name:<12}{label:<8}{kind:<26}{medians[kind]:>9.3f}{base / medians[kind]:>7.2f}"
-            f"{ratios[0]:>7.2f}{ratios[-1]:>7.2f}",
+            f"{row.name:<12}{label:<8}{kind:<26}{medians[kind]:>9.3f}"
+            f"{medians[base] / medians[kind]:>7.2f}{ratios[0]:>7.2f}{ratios[-1]:>7.2f}"
+            f"{busy[base] / busy[kind]:>7.2f}",
             flush=True,
         )
-    ratio = base / medians["this"]
+    ratio = medians[base] / medians["this"]
     if ratio < row.floor:
         print(f"{row.name:<12}{label:<8}below {row.floor:.2f}: {ratio:.3f}")
     return ratio >= row.floor
@@ -417,7 +365,7 @@ def memory(args: argparse.Namespace) -> None:
     print(f"\npeak memory of a rank, ring (p2p), {length} tokens, {HEADS} x {HEAD_DIM}, float32")
     print(f"{'ring':>5}{'MiB':>9}{'x ring':>9}")
     for ring in (1, 2, 4, 8):
-        team = Team(ring, 1)
+        team = Team(HERE, ring, 1)
         peak = max(team.call("peak_memory", length)) / 2**20
         team.close()
         print(f"{ring:>5}{peak:>9.1f}{peak * ring:>9.1f}", flush=True)
@@ -435,7 +383,7 @@ def check(args: argparse.Namespace) -> bool:
             sample_case(rng, split) for _ in range(args.check_cases)
         ]  # fmt: skip
         start = time.monotonic()
-        team = Team(split[0] * split[1], 1)
+        team = Team(HERE, split[0] * split[1], 1)
         lines: list[str] = []
         for at in range(0, len(cases), 200):
             answers = team.call("check_cases", split, cases[at : at + 200])
@@ -443,9 +391,8 @@ def check(args: argparse.Namespace) -> bool:
         team.close()
         total, bad = total + len(cases), bad + len(lines)
         seconds = time.monotonic() - start
-        print(
-            f"ulysses {split[0]} ring {split[1]}: {len(cases)} cases, {len(lines)} bad, {seconds:.0f} s"
-        )
+        name = f"ulysses {split[0]} ring {split[1]}"
+        print(f"{name}: {len(cases)} cases, {len(lines)} bad, {seconds:.0f} s")
         for line in lines[:20]:
             print("  " + line)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Dense attention in float64 over a whole row: the independent answer for context-parallel tests."""
+"""Dense attention in float64 over a whole row: the independent answer for tests."""
 
 import torch
 from torch import Tensor

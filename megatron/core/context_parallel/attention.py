@@ -33,11 +33,12 @@ def context_parallel_attention(
     (:func:`prepare_attention`).
 
     Args:
-        q: [batch, s_local, heads, head_dim]: the rows ``layout.positions(ring, ulysses)`` of the sequence.
+        q: [batch, s_local, heads, head_dim]: rows ``layout.positions(ring, ulysses)`` of the
+            sequence.
         k, v: [batch, s_local, kv_heads, head_dim]; kv_heads divides heads.
         layout: from ``make_layout``, of the groups' sizes.
         ring_group, ulysses_group: process groups, or None for one rank.
-        cu_seqlens: int32 [documents + 1] over the global sequence, or a list with one per batch row;
+        cu_seqlens: int32 [documents + 1] over the global sequence, or a list, one per batch row;
             documents do not see each other. None: one document.
         causal: False for attention in both directions inside each document.
         window: keys j with 0 <= i - j < window.
@@ -48,15 +49,16 @@ def context_parallel_attention(
         dropout_p, dropout_seed: attention dropout, and its seed, the same on all ranks.
 
     Returns:
-        out [batch, s_local, heads, head_dim] in q's type, or (out, lse [batch, heads, s_local] in at
-        least float32, without gradient).
+        out [batch, s_local, heads, head_dim] in q's type, or (out, lse [batch, heads, s_local] in
+        at least float32, without gradient).
 
     Raises:
         ValueError: for whatever cannot be done exactly as asked.
     """
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
-            f"q and k have {q.dim()} and {k.dim()} dims; they must be [batch, s_local, heads, head_dim]"
+            f"q and k have {q.dim()} and {k.dim()} dims; they must be "
+            "[batch, s_local, heads, head_dim]"
         )
     plan = prepare_attention(
         layout=layout,

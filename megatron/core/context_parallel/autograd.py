@@ -10,15 +10,17 @@
         | Ulysses all-to-all back
     out [B, s, heads, D]
 
-One node holds all of it: backward goes the same way with the global out and lse, sends keys round again
-rather than keeping remote ones, and keeps dq, dk, dv in float32 until they are complete.
+One node holds all of it: backward goes the same way with the global out and lse, sends keys
+round again rather than keeping remote ones, and keeps dq, dk, dv in float32 until they are
+complete.
 
-Activation recompute: a :class:`KeptAttention` cell made outside the checkpointed region keeps out and
-lse, so that a recomputed layer runs neither attention nor any communication in its second forward.
-Its backward then moves q, k, v (and out) through the Ulysses all-to-all once more, in the one that
-grad_out takes anyway: what was dropped has to come from somewhere.
+Activation recompute: a :class:`KeptAttention` cell made outside the checkpointed region keeps
+out and lse, so that a recomputed layer runs neither attention nor any communication in its
+second forward. Its backward then moves q, k, v (and out) through the Ulysses all-to-all once
+more, in the one that grad_out takes anyway: what was dropped has to come from somewhere.
 
-Memory kept for backward: q, k, v, out (head shards when U > 1), lse. lse is returned without gradient.
+Memory kept for backward: q, k, v, out (head shards when U > 1), lse. lse is returned without
+gradient.
 """
 
 import contextlib
@@ -151,7 +153,7 @@ def _forward(
     call: _Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """(out, lse to return, tensors to save in head shards)."""
-    plan, ulysses = call.plan, call.plan.ulysses
+    ulysses = call.plan.ulysses
     with call.audited("forward") as audit:
         heads = ulysses.to_heads(((q, "query"), (k, "kv"), (v, "kv")), audit)
         own_q, own_k, own_v = heads
@@ -182,7 +184,7 @@ def _backward(
     call: _Call, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as sequence shards, in the inputs' type."""
-    plan, ulysses = call.plan, call.plan.ulysses
+    split, ulysses = call.plan.split, call.plan.ulysses
     kind = q.dtype
     with call.audited("backward") as audit:
         if call.kept is None:
@@ -192,7 +194,7 @@ def _backward(
             own_grad, q, k, v, out = ulysses.to_heads(rows, audit)
         dq, own = _attend_backward(call, own_grad, q, k, v, out, lse, audit)
         dk, dv = own.dk.total(), own.dv.total()
-        if not plan.split.shares_kv:  # complete: nothing is added any more
+        if not split.shares_kv:  # complete: nothing is added any more
             dk, dv = dk.to(kind), dv.to(kind)
         parts = ((dq.to(kind), "query"), (dk, "kv"), (dv, "kv"))
         back = ulysses.to_sequence(parts, call.batch, kind, audit)

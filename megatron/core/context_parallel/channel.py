@@ -5,8 +5,9 @@ The ring and the exchange state who sends what to whom; this file is the only on
 ranks, which is what p2p operations want. Empty messages are not sent. All messages of a swap go in
 one batch, so no order of sends and receives can deadlock.
 
-Statistics: bytes sent, transfers, and exposed wait. On CPU the wait is the time spent in ``wait()``; on
-CUDA, where ``wait()`` only makes the stream wait, it is taken by events around it and read later.
+Statistics: bytes sent, transfers, and exposed wait. On CPU the wait is the time spent in
+``wait()``; on CUDA, where ``wait()`` only makes the stream wait, it is taken by events around it
+and read later.
 """
 
 import dataclasses

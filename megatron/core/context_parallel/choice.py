@@ -33,7 +33,7 @@ def outer_communication(
     """How ring ranks exchange keys: "none", "p2p" or "all_gather".
 
     Raises:
-        ValueError: for an unknown name, or one that contradicts the layout's ring and Ulysses sizes.
+        ValueError: for an unknown name, or one that contradicts the layout's sizes.
     """
     ring, ulysses = layout.ring_size, layout.ulysses_size
     if cp_comm_type not in COMM_TYPES:

@@ -1,16 +1,16 @@
 """Needed-rows exchange (all_gather): each rank fetches just the remote keys its queries see.
 
-A ring couples its ranks: each hop costs the slowest of them, and every rank handles every key. With packed
-documents a rank needs few remote keys, so here an uneven all-to-all brings exactly those, in
-stages of bounded memory, each posted before and waited for after the compute of the stage before
-(own keys first). Nobody waits for a neighbour's compute, only for data.
+A ring couples its ranks: each hop costs the slowest of them, and every rank handles every key.
+With packed documents a rank needs few remote keys, so here an uneven all-to-all brings exactly
+those, in stages of bounded memory, each posted before and waited for after the compute of the
+stage before (own keys first). Nobody waits for a neighbour's compute, only for data.
 
-In backward the keys come again, and the float32 dK and dV of a stage go back to their owners by the same
-plan reversed, behind the next stage's compute. An owner adds what comes back receiver by
-receiver, in rank order: rows of one receiver are distinct, so the sum has one order.
+In backward the keys come again, and the float32 dK and dV of a stage go back to their owners by
+the same plan reversed, behind the next stage's compute. An owner adds what comes back receiver
+by receiver, in rank order: rows of one receiver are distinct, so the sum has one order.
 
-Cost per rank: needed rows x 2 x kv_heads x D elements in, the same out on average; backward adds as many
-float32. Memory: two stages of keys and two of gradients.
+Cost per rank: needed rows x 2 x kv_heads x D elements in, the same out on average; backward adds
+as many float32. Memory: two stages of keys and two of gradients.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from megatron.core.context_parallel.integrity import Audit
 from megatron.core.context_parallel.merge import accumulation_dtype
 from megatron.core.context_parallel.steps import (
     OwnGrads,
+    OwnPlan,
     RowIndex,
     Step,
     StepPlan,
@@ -51,7 +52,7 @@ class StagePlan:
 class ExchangePlan:
     """Own step and stages of one rank; all ranks have equally many stages."""
 
-    local: StepPlan
+    own_step: OwnPlan
     stages: tuple[StagePlan, ...]
 
 
@@ -65,7 +66,7 @@ class ExchangeSteps(StepSource):
 
     def forward(self, k: Tensor, v: Tensor, audit: Audit | None) -> Iterator[Step]:
         coming = self._fetch(0, k, v, audit)
-        yield Step(self.plan.local, k, v)
+        yield Step(self.plan.own_step.whole, k, v)
         for number, stage in enumerate(self.plan.stages):
             assert coming is not None
             pending, keys = coming
@@ -76,7 +77,7 @@ class ExchangeSteps(StepSource):
 
     def backward(self, k: Tensor, v: Tensor, own: OwnGrads, audit: Audit | None) -> Iterator[Step]:
         coming = self._fetch(0, k, v, audit)
-        yield Step(self.plan.local, k, v, own.dk, own.dv)
+        yield Step(self.plan.own_step.early, k, v, own.dk, own.dv)
         returning: tuple[Pending, Tensor] | None = None
         for number, stage in enumerate(self.plan.stages):
             assert coming is not None
@@ -89,6 +90,7 @@ class ExchangeSteps(StepSource):
             if returning is not None:
                 self._collect(number - 1, returning, own)
             returning = self._return(number, share, audit)
+        yield Step(self.plan.own_step.late, k, v, own.dk, own.dv)
         if returning is not None:
             self._collect(len(self.plan.stages) - 1, returning, own)
 

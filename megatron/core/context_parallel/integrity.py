@@ -1,16 +1,17 @@
 """Checks that context-parallel ranks exchange what they mean to exchange.
 
-In an iteration that is checked (``--cp-check-interval``) each transfer is accompanied by a seal: a
-checksum of the payload and a stamp of what it is (iteration, layer, phase, transfer number). The
-receiver seals what it got and compares. That catches corrupted payloads, buffers overwritten while
-in flight, buffers sent again from an earlier step, and swapped messages. A rank that sees a mismatch
-goes on with the communication of its call, so that nobody hangs, and at the end of the call all
-ranks of the context-parallel grid learn of it and raise together.
+In an iteration that is checked (``--cp-check-interval``) each transfer is accompanied by a seal:
+a checksum of the payload and a stamp of what it is (iteration, layer, phase, transfer number).
+The receiver seals what it got and compares. That catches corrupted payloads, buffers overwritten
+while in flight, buffers sent again from an earlier step, and swapped messages. A rank that sees
+a mismatch goes on with the communication of its call, so that nobody hangs, and at the end of
+the call all ranks of the context-parallel grid learn of it and raise together.
 
-``check_same_batch`` compares what ranks of one context-parallel group believe to be the same batch.
+``check_same_batch`` compares what ranks of one context-parallel group believe to be the same
+batch.
 
-Cost of a checked call: one more pass over each payload on either side, a 32-byte message beside each
-transfer and one tiny all-gather per group; nothing in other iterations.
+Cost of a checked call: one more pass over each payload on either side, a 32-byte message beside
+each transfer and one tiny all-gather per group; nothing in other iterations.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """An attention plan: everything about one micro-batch's attention that does not depend on values.
 
-Tasks, kernel programs, row indices and communication schedules are made once per micro-batch and used by every
-layer, forward and backward. Equal packings find their plan in the workspace. Making a plan does not communicate.
+Tasks, kernel programs, row indices and communication schedules are made once per micro-batch and
+used by every layer, forward and backward. Equal packings find their plan in the workspace.
+Making a plan does not communicate.
 
     plan = prepare_attention(layout=..., cu_seqlens=..., ...)
     out, _ = plan(q, k, v, layer_number=3)
@@ -29,11 +30,12 @@ from megatron.core.context_parallel.ring import RingPlan, RingSteps
 from megatron.core.context_parallel.rows import (
     RowTasks,
     exchange_stages,
+    halve_tasks,
     make_row_tasks,
     remap_keys,
     ring_source,
 )
-from megatron.core.context_parallel.steps import LocalSteps, RowIndex, StepPlan, StepSource
+from megatron.core.context_parallel.steps import LocalSteps, OwnPlan, RowIndex, StepPlan, StepSource
 from megatron.core.context_parallel.ulysses import HeadSplit, Ulysses, make_head_split
 from megatron.core.context_parallel.workspace import Workspace
 
@@ -201,10 +203,10 @@ class AttentionPlan:
             sources = tuple(ring_source(tasks, source) for source in range(ring))
             rest = [self._ring_step(tasks, sources, hop, visited) for hop in range(1, ring)]
             own = RowIndex.of(sources[rank].rows, self.device)
-            steps = RingPlan((local, *rest), sources, own)
+            steps = RingPlan(self._own(tasks, local), (local, *rest), sources, own)
             programs += [step.program for step in rest]
         elif self.outer == "all_gather":
-            steps = ExchangePlan(local, self._exchange_stages(tasks, visited))
+            steps = ExchangePlan(self._own(tasks, local), self._exchange_stages(tasks, visited))
             programs += [stage.step.program for stage in steps.stages]
         ids = self._ids(rank, shard)
         pairs = tuple(tasks.pairs(each) for each in range(ring))
@@ -213,6 +215,13 @@ class AttentionPlan:
     def _step(self, tasks: IntArray, visited: Any, source: int, rows: IntArray) -> StepPlan:
         program = self.kernel.compile(tasks, visited, self.device)
         return StepPlan(program, self._ids(source, rows))
+
+    def _own(self, tasks: RowTasks, whole: StepPlan) -> OwnPlan:
+        rank = self.ring.rank
+        early, late = halve_tasks(tasks.tasks(rank, rank))
+        visited = np.zeros(tasks.rows, dtype=bool)  # backward adds, it does not ask
+        parts = [self.kernel.compile(part, visited, self.device) for part in (early, late)]
+        return OwnPlan(whole, *(StepPlan(part, whole.key_ids) for part in parts))
 
     def _ring_step(
         self, tasks: RowTasks, sources: Sequence[Any], hop: int, visited: Any
@@ -302,7 +311,7 @@ def prepare_attention(
             or None for one document per row.
         num_heads, num_kv_heads: local heads of the tensor-parallel rank.
         head_dim: D.
-        ring_group, ulysses_group: groups of the layout's ring and ulysses size, or None for size one.
+        ring_group, ulysses_group: groups of the layout's sizes, or None for size one.
         causal: False for attention in both directions inside each document.
         window: keys j with 0 <= i - j < window only.
         scale: of the scores; default 1 / sqrt(D).
@@ -357,7 +366,7 @@ def _channel(axis: str, group: dist.ProcessGroup | None, size: int, comm: CommSt
     channel = Channel(group, comm)
     if channel.size != size:
         raise ValueError(
-            f"the layout has {axis} size {size} but {axis}_group has {channel.size} ranks; make the "
-            "layout with the sizes of the groups"
+            f"the layout has {axis} size {size} but {axis}_group has {channel.size} ranks; make "
+            "the layout with the sizes of the groups"
         )
     return channel

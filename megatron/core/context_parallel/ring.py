@@ -7,18 +7,19 @@
     posted    own ->     KV ->        KV ->            (nothing)
     backward             dKV(r-1) ->  dKV(r-2) ->      dKV(r+1) -> home
 
-K and V of a hop are one buffer [rows, 2, kv_heads, D] and one message; two buffers alternate. The
-transfer for step t+1 is posted before the compute of step t and waited for after it (Liu, Zaharia &
-Abbeel, Ring Attention, 2023). Only rows that some later rank still needs travel on, and nothing travels
-when nobody needs it (see ``rows.ring_source``).
+K and V of a hop are one buffer [rows, 2, kv_heads, D] and one message; two buffers alternate.
+The transfer for step t+1 is posted before the compute of step t and waited for after it (Liu,
+Zaharia & Abbeel, Ring Attention, 2023). Only rows that some later rank still needs travel on,
+and nothing travels when nobody needs it (see ``rows.ring_source``).
 
 In backward the KV walk again, and each rank adds its share to a float32 buffer of dK and dV that
-follows one step behind. The last rank that uses a source's keys sends the sum straight home. The own
-share never travels. All transfers of a step are one batch, so a ring of two (one peer on both
-sides) is no special case.
+follows one step behind. The last rank that uses a source's keys sends the sum straight home. The
+own share never travels; one half of it is computed first and the other last, so that neither the
+first keys nor the last gradients are waited for in idleness. All transfers of a step are one
+batch, so a ring of two (one peer on both sides) is no special case.
 
-Cost per rank, forward: ``(R-1) * 2 * rows * kv_heads * D`` elements sent; backward adds as many float32.
-Memory: two KV buffers, and in backward four gradient buffers, whatever R is.
+Cost per rank, forward: ``(R-1) * 2 * rows * kv_heads * D`` elements sent; backward adds as many
+float32. Memory: two KV buffers, and in backward four gradient buffers, whatever R is.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from megatron.core.context_parallel.merge import accumulation_dtype
 from megatron.core.context_parallel.rows import RingSource
 from megatron.core.context_parallel.steps import (
     OwnGrads,
+    OwnPlan,
     RowIndex,
     Step,
     StepPlan,
@@ -45,8 +47,9 @@ from megatron.core.context_parallel.workspace import Workspace
 class RingPlan:
     """Steps and walks of one rank."""
 
+    own_step: OwnPlan
     steps: tuple[StepPlan, ...]
-    """Step t works on the keys of source (rank - t) mod R."""
+    """Step t, from 1 on, works on the keys of source (rank - t) mod R; the first is own_step."""
     sources: tuple[RingSource, ...]
     """By source, equal on all ranks."""
     own: RowIndex
@@ -70,7 +73,8 @@ class RingSteps(StepSource):
                 sends, receives, arriving = self._keys_on(hop, buffer)
                 pending = self.channel.swap(sends, receives, f"ring hop {hop + 1}", audit)
             here = (k, v) if hop == 0 else (buffer[:, 0], buffer[:, 1])
-            yield Step(self.plan.steps[hop], *here)
+            if self.plan.steps[hop].program.tasks:
+                yield Step(self.plan.steps[hop], *here)
             if pending is not None:
                 pending.wait()
             buffer = arriving
@@ -86,11 +90,13 @@ class RingSteps(StepSource):
             pending = self.channel.swap(sends, receives, f"ring hop {hop + 1}", audit)
             share = None
             if hop == 0:
-                yield Step(self.plan.steps[0], k, v, own.dk, own.dv)
-            elif hop < self.size and self.plan.steps[hop].program.tasks:
+                yield Step(self.plan.own_step.early, k, v, own.dk, own.dv)
+            elif hop == self.size:
+                yield Step(self.plan.own_step.late, k, v, own.dk, own.dv)
+            elif self.plan.steps[hop].program.tasks:
                 share = self._zeroed_share(hop, buffer)
                 here = (buffer[:, 0], buffer[:, 1])
-                yield Step(self.plan.steps[hop], *here, *grad_places(share))
+                yield Step(self.plan.steps[hop], *here, *grad_places(share[: len(buffer)]))
             pending.wait()
             travelling = _join(share, grads.partial)
             home = grads.home if grads.home is not None else home
@@ -132,7 +138,7 @@ class RingSteps(StepSource):
         return self.workspace.get(name, shape, accumulation_dtype(like.dtype), like.device)
 
     def _grads_on(self, hop: int, travelling: Tensor | None, like: Tensor) -> "_GradMessages":
-        """Messages of gradients that hop - 1 completed; posted together with the keys of hop + 1."""
+        """Messages of gradients that hop - 1 completed, posted with the keys of hop + 1."""
         done = hop - 1
         messages = _GradMessages([], [], None, None)
         if done < 1:

@@ -1,7 +1,8 @@
 """From tasks of (rank, source) pairs to flat rows and communication schedules (pure arithmetic).
 
-Attention runs on *flat* rows: batch row b, ring-local row i is flat row ``b * ring_length + i``, of
-queries and of each source's keys alike. What travels are flat key rows, chosen and ordered here:
+Attention runs on *flat* rows: batch row b, ring-local row i is flat row ``b * ring_length + i``,
+of queries and of each source's keys alike. What travels are flat key rows, chosen and ordered
+here:
 
     ring       a source's rows are ordered by the last hop that still needs them, so each hop
                forwards a prefix of what came in and drops the rest; a hop that nobody needs is none
@@ -22,7 +23,7 @@ import numpy as np
 from megatron.core.context_parallel.calls import trim_tasks
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.layout import Layout
-from megatron.core.context_parallel.prefix import expand_ranges
+from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
 from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_tasks
 
 NO_TASKS = np.zeros((0, 6), dtype=np.int64)
@@ -129,6 +130,34 @@ def join_keys(tasks: IntArray) -> IntArray:
 def _count(runs: IntArray) -> int:
     """Rows in runs [n, 2]."""
     return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def halve_tasks(tasks: IntArray) -> tuple[IntArray, IntArray]:
+    """Divide a rank's own tasks in two parts of about equal work, cutting large causal squares.
+
+    Backward does one part first, behind the first transfer of keys, and the other last, behind the
+    last transfer of gradients.
+    """
+    tasks = trim_tasks(tasks)
+    q_len, k_len = tasks[:, 1] - tasks[:, 0], tasks[:, 3] - tasks[:, 2]
+    pairs = band_pairs(q_len, k_len, tasks[:, 4], tasks[:, 5])
+    square = (tasks[:, 4] == 0) & (q_len == k_len) & (tasks[:, 5] >= q_len - 1)
+    large = square & (4 * pairs > pairs.sum()) & (q_len >= 2)
+    pieces = [tasks[~large]]
+    for q0, q1, k0, k1, _, _ in tasks[large].tolist():
+        half = (q1 - q0) // 2
+        rest = q1 - q0 - half
+        cut = [
+            (q0, q0 + half, k0, k0 + half, 0, half - 1),
+            (q0 + half, q1, k0 + half, k1, 0, rest - 1),
+            (q0 + half, q1, k0, k0 + half, 1 - half, rest - 1),
+        ]
+        pieces.append(np.array(cut, dtype=np.int64))
+    tasks = np.concatenate(pieces)
+    lengths = (tasks[:, 1] - tasks[:, 0], tasks[:, 3] - tasks[:, 2])
+    done = np.cumsum(band_pairs(*lengths, tasks[:, 4], tasks[:, 5]))
+    early = int(np.searchsorted(done, done[-1] / 2)) + 1 if len(done) else 0
+    return tasks[:early], tasks[early:]
 
 
 def run_rows(runs: IntArray) -> IntArray:

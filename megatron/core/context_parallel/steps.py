@@ -1,7 +1,7 @@
 """What attention computes between two waits, whoever brings the keys.
 
-A *source of steps* (local, ring, exchange) yields one step after another: keys that are here now and
-the kernel program over them. It posts the next transfer before it yields and waits after, so
+A *source of steps* (local, ring, exchange) yields one step after another: keys that are here now
+and the kernel program over them. It posts the next transfer before it yields and waits after, so
 communication runs behind the compute of the step. Backward yields the same steps with places for
 dK and dV, and sees to it that they get home.
 """
@@ -28,6 +28,17 @@ class StepPlan:
     """Kernel program, with ``tasks`` and ``pairs``."""
     key_ids: Tensor | None
     """int64 ids (batch row * seq_length + position) of the step's key rows, for dropout."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnPlan:
+    """The step over the own keys: whole in forward, in two parts in backward."""
+
+    whole: StepPlan
+    early: StepPlan
+    """Runs behind the first transfer of keys."""
+    late: StepPlan
+    """Runs behind the last transfer of gradients."""
 
 
 @dataclasses.dataclass

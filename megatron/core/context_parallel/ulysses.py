@@ -4,18 +4,20 @@
 
     sequence shards [B, s, all heads, D]  --all-to-all-->  head shards [B * U * s, own heads, D]
 
-U neighbouring ranks each hold a piece of a ring shard; after one packed all-to-all of q, k and v each
-holds the whole ring shard for its heads (Jacobs et al., DeepSpeed Ulysses, 2023). A row on the wire is
-the concatenation of everything one receiver needs of that token, so for one batch row what arrives is
-already the fused rows that attention reads as strided views, without unpacking.
+U neighbouring ranks each hold a piece of a ring shard; after one packed all-to-all of q, k and v
+each holds the whole ring shard for its heads (Jacobs et al., DeepSpeed Ulysses, 2023). A row on
+the wire is the concatenation of everything one receiver needs of that token, so for one batch
+row what arrives is already the fused rows that attention reads as strided views, without
+unpacking.
 
-Query heads are divided as evenly as they go (the first ranks take one more). A KV head goes to the ranks
-whose query heads read it and to no other; with fewer KV heads than ranks it goes to several, and
-their gradients, partial sums then, come back in float32 and are added. If the query heads of a rank do
-not read its KV heads equally often, KV is expanded to one head per query head after the all-to-all.
+Query heads are divided as evenly as they go (the first ranks take one more). A KV head goes to
+the ranks whose query heads read it and to no other; with fewer KV heads than ranks it goes to
+several, and their gradients, partial sums then, come back in float32 and are added. If the query
+heads of a rank do not read its KV heads equally often, KV is expanded to one head per query head
+after the all-to-all.
 
-Cost per rank: (U-1)/U of the local q, k, v out and as much in, the output the same way. The bound on U is the
-number of query heads.
+Cost per rank: (U-1)/U of the local q, k, v out and as much in, the output the same way. The
+bound on U is the number of query heads.
 """
 
 import dataclasses
@@ -77,9 +79,9 @@ def make_head_split(num_heads: int, num_kv_heads: int, ulysses_size: int) -> Hea
         )
     if ulysses_size > num_heads:
         raise ValueError(
-            f"ulysses size {ulysses_size} must not exceed the query heads of a tensor-parallel rank "
-            f"({num_heads}); use --hierarchical-context-parallel-sizes {num_heads} or less, and a "
-            "larger ring"
+            f"ulysses size {ulysses_size} must not exceed the query heads of a "
+            f"tensor-parallel rank ({num_heads}); use --hierarchical-context-parallel-sizes with "
+            f"{num_heads} or less as the first number, and a larger ring"
         )
     return HeadSplit(num_heads, num_kv_heads, ulysses_size)
 

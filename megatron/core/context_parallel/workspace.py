@@ -1,10 +1,10 @@
 """Buffers that are used over and over: over ring steps, layers, micro-batches and iterations.
 
-A fresh large buffer costs page faults or allocator traffic at every layer. A workspace keeps one flat
-buffer per (name, type, device), grown when needed, and hands out views. A view is valid until the
-same name is asked for again, so names are per role, and a transfer must be over before its role
-comes round (the ring alternates two). Tensors that autograd saves or that callers get are never
-taken from here.
+A fresh large buffer costs page faults or allocator traffic at every layer. A workspace keeps one
+flat buffer per (name, type, device), grown when needed, and hands out views. A view is valid
+until the same name is asked for again, so names are per role, and a transfer must be over before
+its role comes round (the ring alternates two). Tensors that autograd saves or that callers get
+are never taken from here.
 
 Small results of planning are kept as well, so equal packings (all dense rows) are planned once.
 """

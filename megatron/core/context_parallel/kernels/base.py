@@ -1,8 +1,9 @@
 """The one interface of block kernels, and the state they write into.
 
 A kernel computes attention of a task list (see ``tasks``) between flat query rows and flat key
-rows, and folds it into a running softmax; its backward adds the task list's share of the gradients,
-given the GLOBAL ``out`` and ``lse``, to running sums. Neither knows who sent the rows.
+rows, and folds it into a running softmax; its backward adds the task list's share of the
+gradients, given the GLOBAL ``out`` and ``lse``, to running sums. Neither knows who sent the
+rows.
 
     q [Nq, heads, D]      k, v [Nk, kv_heads, D], any strides with a dense last dim
     out [Nq, heads, D]    lse [Nq, heads], at least float32, natural logarithm

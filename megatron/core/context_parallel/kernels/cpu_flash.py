@@ -1,9 +1,10 @@
 """Adapter of torch's CPU flash attention: the only place that knows its signature and its traps.
 
-Found by trying (torch 2.13): it takes [n, heads, rows, D] with any strides and native GQA, works for
-any D, and its backward wants lse of shape [n, heads, rows]. Empty tiles kill the process, causal is
-aligned top-left, a row that its mask hides wholly gets lse 0, dropout raises. Tiles here are never
-empty, causal ones are square, and no row of a tile is wholly hidden (all three are asserted).
+Found by trying (torch 2.13): it takes [n, heads, rows, D] with any strides and native GQA, works
+for any D, and its backward wants lse of shape [n, heads, rows]. Empty tiles kill the process,
+causal is aligned top-left, a row that its mask hides wholly gets lse 0, dropout raises. Tiles
+here are never empty, causal ones are square, and no row of a tile is wholly hidden (all three
+are asserted).
 
 bfloat16 and float16 are computed in float32: partial results then really are float32 (the op
 returns its input type), forward takes the same time, and backward is several times faster on

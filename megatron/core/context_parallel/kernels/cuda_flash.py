@@ -1,13 +1,13 @@
 """Adapter of torch's CUDA flash attention (varlen): the only place that knows its signature.
 
-Tasks of one band become one call over packed rows [total, heads, D] with cumulative lengths, so many
-documents cost one launch. The library aligns causal masks and windows bottom-right::
+Tasks of one band become one call over packed rows [total, heads, D] with cumulative lengths, so
+many documents cost one launch. The library aligns causal masks and windows bottom-right::
 
     key j of a task is visible to row i iff  i + (K - Q) - left <= j <= i + (K - Q) + right
 
-so a task's band (lo <= i - j <= hi) is ``left = hi + K - Q``, ``right = Q - K - lo``, with -1 for no
-limit; both are >= 0 for tasks whose rows and columns all see something, and bands need no cutting.
-lse comes as [heads, total]. Half types, D a multiple of 8 up to 256. GQA is native.
+so a task's band (lo <= i - j <= hi) is ``left = hi + K - Q``, ``right = Q - K - lo``, with -1
+for no limit; both are >= 0 for tasks whose rows and columns all see something, and bands need no
+cutting. lse comes as [heads, total]. Half types, D a multiple of 8 up to 256. GQA is native.
 
 The library functions are given to the constructor, so the grouping is tested on CPU against a
 stand-in with the same alignment. Not measured on a GPU.

@@ -1,7 +1,7 @@
 """Adapter of cuDNN attention as torch exposes it: the only place that knows its signature.
 
-Dense batches of tiles [n, heads, rows, D]; bands get an additive mask; lse comes as
-[n, heads, rows, 1]. Half types only. KV heads are repeated to the query heads (cuDNN's own GQA is not
+Dense batches of tiles [n, heads, rows, D]; bands get an additive mask; lse comes as [n, heads,
+rows, 1]. Half types only. KV heads are repeated to the query heads (cuDNN's own GQA is not
 relied on), and their gradients summed in float32. Not measured on a GPU.
 """
 

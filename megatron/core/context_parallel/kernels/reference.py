@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel.kernels.tiled import (
     TileCall,
-    TileDropout,
     TiledKernel,
+    TileDropout,
     TileUpstream,
 )
 from megatron.core.context_parallel.merge import accumulation_dtype, merge_
