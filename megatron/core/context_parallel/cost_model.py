@@ -37,6 +37,9 @@ MODEL_FLOPS = 12
 BACKWARD_ROWS = 3
 """Bytes of a row's KV plus its fp32 gradient, in units of its bf16 KV."""
 
+RING_BONUS = 1.02
+"""A ring slower by no more than this is preferred: its memory does not grow with the row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
@@ -230,7 +233,7 @@ def choose_comm_type(
     works = [measure(layout, bounds, window=window, causal=causal) for bounds in packings]
     ring = math.fsum(ring_time(work, shape, hardware).total for work in works)
     exchange = math.fsum(exchange_time(work, shape, hardware).total for work in works)
-    return prefix + ("p2p" if ring <= exchange else "all_gather")
+    return prefix + ("p2p" if ring <= RING_BONUS * exchange else "all_gather")
 
 
 def comm_time(

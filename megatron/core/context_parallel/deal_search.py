@@ -42,7 +42,7 @@ TRIES = 8
 """Swaps that a step measures exactly."""
 PATIENCE = 24
 """Steps in vain, or half the steps without half a percent gained, after which to give up."""
-UNIT = float(1 << 24)
+UNIT = float(1 << 18)
 """Energies are summed as whole multiples of 1 / UNIT."""
 
 
@@ -55,9 +55,9 @@ def exchange_time(load: Any, fetched: Any, served: Any) -> Any:
 
 
 def sixteenth_power(time: Any) -> Any:
-    """By squaring, which rounds alike everywhere; large times are cut to keep sums finite."""
-    square = np.minimum(time, 4.0) ** 2
-    return np.square(np.square(np.square(square))) + np.maximum(0, time - 4.0) * 1e9
+    """By squaring, which rounds alike everywhere; a straight line from 3 on keeps sums finite."""
+    square = np.minimum(time, 3.0) ** 2
+    return np.square(np.square(np.square(square))) + 2.5e8 * np.maximum(0.0, time - 3.0)
 
 
 class DealSearch:
@@ -88,9 +88,9 @@ class DealSearch:
         self.ranks = int(owners.max()) + 1
         self.per_rank = self.count // self.ranks
         self.length = length
-        mean = work.sum() / self.ranks
-        self.work = work / mean
-        self.row_cost = row_pairs / mean
+        self.mean = float(work.sum()) / self.ranks
+        self.work = work / self.mean
+        self.row_cost = row_pairs / self.mean
         end = np.int64(first[-1] + length)
         # A sentinel chunk behind the last one needs nothing.
         self._first = np.append(first, end)
@@ -189,7 +189,7 @@ class DealSearch:
     ) -> IntArray:
         """[tries] of [tries, ranks], as whole numbers so that the order of the sum is nothing."""
         parts = pressure(time) + (row_weight * self.row_cost) * fetched
-        return np.rint(np.minimum(parts, 1e9) * UNIT).astype(np.int64).sum(axis=-1)
+        return np.rint(np.minimum(parts, 1e11) * UNIT).astype(np.int64).sum(axis=-1)
 
     def _propose(
         self, rank: int, partners: IntArray, pressure: Pressure, row_weight: float
@@ -236,8 +236,8 @@ class DealSearch:
         served = np.bincount(slots, cover.reshape(-1), len(tries) * self.ranks)
         load = np.broadcast_to(self.load, (len(tries), self.ranks)).copy()
         change = self.work[take] - self.work[give]
-        load[:, rank] += change
-        load[tries, partner] -= change
+        load[:, rank] = load[:, rank] + change
+        load[tries, partner] = load[tries, partner] - change
         fetched = np.broadcast_to(self.fetched, load.shape).copy()
         fetched[tries[:, None], np.stack((np.full_like(partner, rank), partner), axis=1)] = (
             self._fetched(new)
