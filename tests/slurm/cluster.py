@@ -92,6 +92,8 @@ class Cluster:
             if state in states:
                 return state
             if hurry and state == "PENDING":
+                # A credential of the same second as the kill of the first life is revoked.
+                time.sleep(3)
                 with contextlib.suppress(RuntimeError):
                     self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.5)
