@@ -89,14 +89,11 @@ def write_tokens(prefix: str, lengths: np.ndarray) -> None:
     np.random.default_rng(0).integers(1, 32000, total).astype(np.uint16).tofile(prefix + ".bin")
 
 
-def median_of(action: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Median wall time in seconds."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def timed(action: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and CPU seconds."""
+    start, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def source_of(prefix: str, **more: Any) -> DocumentSource:
@@ -108,14 +105,18 @@ def source_of(prefix: str, **more: Any) -> DocumentSource:
 
 def measure_open(prefix: str) -> dict[str, Any]:
     """Opening a large corpus."""
-    return {"open_ms": 1e3 * median_of(lambda: IndexedDataset(prefix))}
+    walls, cpus = zip(*(timed(lambda: IndexedDataset(prefix)) for _ in range(ROUNDS)))
+    return {
+        "open_ms": 1e3 * statistics.median(walls),
+        "open_cpu_ms": 1e3 * statistics.median(cpus),
+    }
 
 
-def measure_packing(prefix: str) -> dict[str, Any]:
+def measure_packing(prefix: str, seq_lengths: list[int]) -> dict[str, Any]:
     """Packing one epoch for several lengths."""
     source = source_of(prefix)
     result: dict[str, Any] = {"documents": source.num_documents, "tokens": source.num_tokens}
-    for seq_length in (131072, 8192):
+    for seq_length in seq_lengths:
         for packing in PACKINGS:
             rows = source.num_tokens // seq_length
             start, cpu = time.perf_counter(), time.process_time()
@@ -207,24 +208,20 @@ class Peer:
         return line.strip()
 
 
-def timed(action: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
-    start, cpu = time.perf_counter(), time.process_time()
-    action()
-    return time.perf_counter() - start, time.process_time() - cpu
-
-
 def take_steps(loader: BatchLoader, steps: int) -> None:
-    """Global batches, one after the other."""
+    """The first global batches, planned and read (as always the same rows, like the others)."""
+    loader.rewind()
     for _ in range(steps):
         loader.next_step()
 
 
-def measure_reads(prefix: str, megatron_python: str | None) -> dict[str, Any]:
+def measure_reads(
+    prefix: str, seq_lengths: list[int], megatron_python: str | None
+) -> dict[str, Any]:
     """Microseconds a row at several lengths: reading planned rows, planning and reading with a
     loader, and megatron-core's; CPU time too, which other work on the machine disturbs less."""
     result: dict[str, Any] = {}
-    for seq_length in (8192, 131072):
+    for seq_length in seq_lengths:
         rows = max(64, (1 << 24) // seq_length)
         ours = OurReads(prefix, seq_length, rows)
         loader = BatchLoader(
@@ -268,6 +265,9 @@ def main() -> int:
         "--read-tokens", type=int, default=100_000_000, help="Of the corpus that is read."
     )
     parser.add_argument(
+        "--seq-lengths", type=int, nargs="+", default=[8192, 131072], help="Tokens of a row."
+    )
+    parser.add_argument(
         "--only", nargs="+", choices=("open", "packing", "reads"), help="Leave out the rest."
     )
     parser.add_argument(
@@ -285,11 +285,11 @@ def main() -> int:
         if "open" in chosen:
             result["open"] = measure_open(prefix)
         if "packing" in chosen:
-            result["packing"] = measure_packing(prefix)
+            result["packing"] = measure_packing(prefix, args.seq_lengths)
         if "reads" in chosen:
             prefix = os.path.join(folder, "tokens")
             write_tokens(prefix, log_normal_lengths(args.read_tokens // 1000, args.read_tokens))
-            result["reads"] = measure_reads(prefix, args.megatron_python)
+            result["reads"] = measure_reads(prefix, args.seq_lengths, args.megatron_python)
     print(json.dumps(result) if args.json else json.dumps(result, indent=2))
     return 0
 

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +287,3 @@ def test_a_dataset_travels_to_other_processes(tmp_path: Path) -> None:
     assert [s.tolist() for s in again[:]] == [[1, 2], [3]]
     assert again.vocab_size == 10
     assert len(pickle.dumps(dataset)) < 1000
-
-
-def test_opening_a_million_documents_is_fast(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(1, 50, 1_000_000).astype(np.int32)
-    (tmp_path / "m.idx").write_bytes(pack_index(np.uint16, lengths, np.arange(1_000_001)))
-    with open(tmp_path / "m.bin", "wb") as file:
-        file.truncate(2 * int(lengths.sum(dtype=np.int64)))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        IndexedDataset(tmp_path / "m")
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.05, best

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron.core.datasets.document_source import DocumentSource
-from megatron.core.datasets.fragments import PackedRows
+from megatron.core.datasets.fragments import Fragments, PackedRows
 from megatron.core.datasets.index_format import DatasetError
 from megatron.core.datasets.prefetch import Prefetcher
 from megatron.core.datasets.row_planner import DataPosition, RowPlanner
@@ -106,6 +107,26 @@ class BatchRules:
         return range(first, first + self.micro_batch_size)
 
 
+class _Arrays:
+    """The arrays of a step, in two blocks.
+
+    The system takes back and hands out again (zeroed, page by page) many small blocks, which
+    costs more than reading them; one large block a step is kept and used again.
+    """
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        micro_batches, rows, length = shape
+        self.ids = np.empty((micro_batches, 3, rows, length), dtype=np.int64)
+        """Tokens, labels, positions of each micro-batch."""
+        self.loss_mask = np.empty(shape, dtype=np.float32)
+
+    def tensors(self, m: int) -> dict[str, torch.Tensor]:
+        """The fields of micro-batch ``m``."""
+        names = ("tokens", "labels", "position_ids")
+        fields = {name: torch.from_numpy(ids) for name, ids in zip(names, self.ids[m])}
+        return {**fields, "loss_mask": torch.from_numpy(self.loss_mask[m])}
+
+
 class _Maker:
     """Makes steps: plans the rows of a global batch, reads this rank's part."""
 
@@ -138,41 +159,44 @@ class _Maker:
         """This rank's micro-batches of the next global batch and the position after it."""
         first_sample = self._planner.consumed_samples
         rows = self._planner.next_rows()
-        batches = [
-            self._microbatch(rows, self._rules.rows_of(m), first_sample)
-            for m in range(self._rules.num_microbatches)
-        ]
+        arrays: _Arrays | None = None
+        batches = []
+        for m in range(self._rules.num_microbatches):
+            mine = self._rules.rows_of(m)
+            cu_seqlens = [torch.from_numpy(self._cu_seqlens(rows, row)) for row in mine]
+            layout = self._layout_fn(cu_seqlens)
+            share = self._share_of(layout)
+            if arrays is None:
+                shape = (self._rules.num_microbatches, len(mine), len(share.positions))
+                arrays = _Arrays(shape)
+            pieces = [rows.row(row) for row in mine]
+            self._read(pieces, share, arrays, m)
+            batches.append(
+                PackedBatch(
+                    **arrays.tensors(m),
+                    cu_seqlens=cu_seqlens,
+                    seq_length=rows.seq_length,
+                    layout=layout,
+                    sample_ids=[first_sample + row for row in mine],
+                    row_hashes=[self._planner.row_hash(row, rows.seq_length) for row in pieces],
+                )
+            )
         return batches, self._planner.position()
 
-    def _microbatch(self, rows: PackedRows, mine: range, first_sample: int) -> PackedBatch:
-        rules = self._rules
-        pieces = [rows.row(row) for row in mine]
-        bounds = [rows.cu_seqlens(row) for row in mine]
-        if not rules.reset_attention_mask:
-            bounds = [np.array([0, rules.seq_length], dtype=np.int32) for _ in mine]
-        cu_seqlens = [torch.from_numpy(values) for values in bounds]
-        layout = self._layout_fn(cu_seqlens)
-        share = self._share_of(layout)
-        shape = (len(mine), len(share.positions))
-        tokens, labels, position_ids = (np.empty(shape, dtype=np.int64) for _ in range(3))
-        for j, row in enumerate(pieces):
-            out = (tokens[j], labels[j], position_ids[j])
-            self._reader.read_into(row, share, rules.seq_length, out)
-        if rules.eod_mask_loss:
-            labels[tokens == rules.eod_token] = IGNORE_INDEX
-        loss_mask = np.empty(shape, dtype=np.float32)
-        np.not_equal(labels, IGNORE_INDEX, out=loss_mask)
-        return PackedBatch(
-            tokens=torch.from_numpy(tokens),
-            labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(loss_mask),
-            position_ids=torch.from_numpy(position_ids),
-            cu_seqlens=cu_seqlens,
-            seq_length=rules.seq_length,
-            layout=layout,
-            sample_ids=[first_sample + row for row in mine],
-            row_hashes=[self._planner.row_hash(row, rules.seq_length) for row in pieces],
-        )
+    def _cu_seqlens(self, rows: PackedRows, row: int) -> npt.NDArray[np.int32]:
+        if self._rules.reset_attention_mask:
+            return rows.cu_seqlens(row)
+        return np.array([0, rows.seq_length], dtype=np.int32)
+
+    def _read(self, rows: list[Fragments], share: Share, arrays: "_Arrays", m: int) -> None:
+        """Fill micro-batch ``m``."""
+        ids = arrays.ids[m]
+        for j, row in enumerate(rows):
+            self._reader.read_into(row, share, self._rules.seq_length, tuple(ids[:, j]))
+        tokens, labels, _ = ids
+        if self._rules.eod_mask_loss:
+            labels[tokens == self._rules.eod_token] = IGNORE_INDEX
+        np.not_equal(labels, IGNORE_INDEX, out=arrays.loss_mask[m])
 
     def _share_of(self, layout: Layout) -> Share:
         if self._share is None or self._share[0] is not layout:

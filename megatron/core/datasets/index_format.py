@@ -7,7 +7,7 @@ A corpus is a pair of files. ``.bin`` is all tokens, one after another, in one i
     i32[n] lengths in tokens | i64[n] byte offsets | i64[documents + 1] first sequence of each
 
 A document is a run of sequences (usually one). Everything is checked when a file is opened:
-one pass over the index, about 5 ms for a million documents. What the format allows but no
+one pass over the index, about 10 ms for a million documents. What the format allows but no
 writer makes (gaps between sequences) is refused, as is the extra array of multimodal files.
 """
 
