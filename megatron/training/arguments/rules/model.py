@@ -35,6 +35,17 @@ def positive_sizes(facts: Facts) -> Iterator[str]:
             yield f"{flag_name(name)} {value} must be at least 1; raise it or leave it out"
 
 
+def mlp_width(facts: Facts) -> Iterator[str]:
+    """The default width of a SwiGLU MLP is rounded down to a multiple of 64: not to 0."""
+    model = facts.config.model
+    if model.swiglu and model.ffn_hidden_size is None and (model.hidden_size or 0) >= 1:
+        if model.ffn_size < 1:
+            yield (
+                f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0 (8/3 of it "
+                "rounded down to a multiple of 64); give --ffn-hidden-size"
+            )
+
+
 def chunk_sizes(facts: Facts) -> Iterator[str]:
     """Chunks are 0 (off) or more."""
     for name in ("loss_chunk_size", "mlp_chunk_size"):
@@ -236,6 +247,7 @@ def dropout_backend(facts: Facts) -> Iterator[str]:
 RULES = (
     required_sizes,
     positive_sizes,
+    mlp_width,
     chunk_sizes,
     probabilities,
     positive_numbers,
