@@ -41,8 +41,8 @@ def mlp_width(facts: Facts) -> Iterator[str]:
     if model.swiglu and model.ffn_hidden_size is None and (model.hidden_size or 0) >= 1:
         if model.ffn_size < 1:
             yield (
-                f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0 (8/3 of it "
-                "rounded down to a multiple of 64); give --ffn-hidden-size"
+                f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0 (8/3 of "
+                "it, down to a multiple of 64); give --ffn-hidden-size"
             )
 
 
