@@ -31,7 +31,9 @@ class DataConfig:
     reset_position_ids: bool = flag(True, "Positions start at 0 in each document.")
     reset_attention_mask: bool = flag(True, "Documents of a row don't see each other.")
     eod_mask_loss: bool = flag(False, "No loss where the input is the end-of-document token.")
-    data_cache_path: str | None = flag(None, "Folder for index caches.", metavar="DIR")
+    data_cache_path: str | None = flag(
+        None, "Accepted for Megatron's scripts; there is no index to cache.", metavar="DIR"
+    )
     num_workers: int = flag(2, "Background readers per rank (0: read in the step).")
     mock_data: bool = flag(False, "Made-up documents instead of --data-path.")
 

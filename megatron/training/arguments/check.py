@@ -127,6 +127,11 @@ def _notes(config: RunConfig, stages: Sequence[Stage], ranks_per_node: int) -> l
                     f"--{key.replace('_', '-')} {getattr(training, key)} is the length of those "
                     "stages that give none, not of the run"
                 )
+    if config.data.data_cache_path is not None:
+        notes.append(
+            f"--data-cache-path {config.data.data_cache_path} stays unused: the order of documents "
+            "is computed when a run starts, there is no index to cache"
+        )
     if config.tokenizer.tokenizer_type is None:
         notes.append(f"no --tokenizer-type: NullTokenizer with {config.model.vocab_size} token ids")
     return notes
