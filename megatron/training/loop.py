@@ -4,23 +4,31 @@ After each step all ranks agree (one all-reduce of four numbers) whether to stop
 signal to one rank, or a failed background save on one, acts on all of them at the same step.
 """
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_extension import Stage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.models.gpt.flops import training_flops
 from megatron.training.evaluation import evaluate
+from megatron.training.health import LossSpikes, step_time_spread, straggler
 from megatron.training.reporting import Record, peak_tflops
+from megatron.training.rerun_check import RerunMismatch
 from megatron.training.signals import REQUEUE_EXIT_CODE
 from megatron.training.stage_switch import enter_stage, leave_stage, stage_record
 from megatron.training.train_step import StepResult, train_step
 from megatron.training.trainer import Trainer
+from megatron.training.watchdog import Watchdog
 
 SKIPPED_TOO_OFTEN = 3
 """Exit code of a run that stopped because too many steps in a row weren't finite."""
+OTHER_BITS = 4
+"""Exit code of a run whose step gave other bits when it was computed again."""
 
 
 @dataclasses.dataclass
@@ -31,13 +39,17 @@ class Interval:
     steps: int = 0
     tokens: int = 0
     flops: int = 0
+    busy: float = 0.0
+    """Seconds of work, without waits for other ranks, before the last interruption."""
 
 
 class TrainingLoop:
     """Runs a trainer to the end of its schedule, or to the first reason to stop."""
 
-    def __init__(self, trainer: Trainer, *, started: float) -> None:
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, *, started: float) -> None:
         self._t = trainer
+        self._watchdog = watchdog
+        self._spikes = LossSpikes()
         self._started = started
         name = None
         if trainer.device.type == "cuda":
@@ -56,16 +68,39 @@ class TrainingLoop:
         while state.iteration < total:
             stage = trainer.schedule.stage_at_iteration(state.iteration)
             if stage is not trainer.stage:
-                enter_stage(trainer, stage)
-                self._first_evaluation()
-                self._interval = Interval(time.perf_counter())
-            self._step()
-            stop = self._after_step()
+                self._enter(stage)
+            self._watchdog.doing(f"iteration {state.iteration + 1}")
+            stop = self._step()
+            if stop is None:
+                stop = self._after_step()
             if stop is not None:
                 code = stop
                 break
-        self._finish(finished=state.iteration >= total)
+        with self._watchdog.unlimited("the end of the run"):
+            self._finish(finished=state.iteration >= total)
         return code
+
+    def _enter(self, stage: Stage) -> None:
+        with self._watchdog.unlimited(f"the start of stage {stage.number}"):
+            enter_stage(self._t, stage)
+        self._watchdog.limit(True)
+        self._spikes.reset()
+        self._first_evaluation()
+        self._new_interval()
+
+    def _new_interval(self) -> None:
+        self._watchdog.busy.take()
+        self._interval = Interval(time.perf_counter())
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave what happens inside out of the interval's times."""
+        interval, busy = self._interval, self._watchdog.busy
+        interval.busy += busy.take()
+        began = time.perf_counter()
+        yield
+        interval.started += time.perf_counter() - began
+        busy.take()
 
     def _first_evaluation(self) -> None:
         """The loss of the untrained model, so that later evaluations have a start."""
@@ -76,7 +111,8 @@ class TrainingLoop:
         training = self._t.config.training
         return training.eval_iters > 0 and training.eval_interval > 0
 
-    def _step(self) -> None:
+    def _step(self) -> int | None:
+        """Read a global batch and train on it; returns an exit code to stop with, or None."""
         trainer, state = self._t, self._t.state
         assert trainer.loader is not None
         batches = trainer.loader.next_step()
@@ -86,8 +122,15 @@ class TrainingLoop:
         if number in trainer.config.training.iterations_to_skip:
             trainer.reporter.say(f"iteration {number}: skipped (--iterations-to-skip)")
             state.skipped += 1
+            state.skipped_in_a_row = 0
         else:
-            result = train_step(trainer, batches)
+            try:
+                result = train_step(trainer, batches)
+            except RerunMismatch as error:
+                # Nothing was updated: the state is still that of the step before.
+                trainer.optimizer.zero_grad(set_to_none=True)
+                trainer.reporter.warn(f"{error}; stopping after iteration {state.iteration}")
+                return OTHER_BITS
             self._count(result, number)
         state.iteration = number
         state.stage = stage.index
@@ -102,12 +145,16 @@ class TrainingLoop:
             )
         if number % trainer.config.logging.log_interval == 0 and result is not None:
             trainer.reporter.training(self._record(result), trainer.schedule.total_iterations)
+        return None
 
     def _count(self, result: StepResult, number: int) -> None:
         state = self._t.state
         if result.applied:
             state.optimizer_steps += 1
             state.skipped_in_a_row = 0
+            spike = self._spikes.look(result.loss)
+            if spike is not None:
+                self._t.reporter.warn(f"iteration {number}: {spike}")
             return
         state.skipped += 1
         state.skipped_in_a_row += 1
@@ -122,6 +169,10 @@ class TrainingLoop:
         now = time.perf_counter()
         elapsed = max(now - interval.started, 1e-9)
         tflops = interval.flops / elapsed / 1e12 / dist.get_world_size()
+        spread = step_time_spread(interval.busy + self._watchdog.busy.take(), interval.steps)
+        slow = straggler(spread)
+        if slow is not None:
+            trainer.reporter.say(slow)
         record: Record = {
             "iteration": state.iteration,
             **stage_record(trainer.current_stage),
@@ -136,8 +187,9 @@ class TrainingLoop:
             "tflops_per_device": tflops,
             "mfu": tflops / self._peak if self._peak else None,
             "skipped": state.skipped,
+            **spread,
         }
-        self._interval = Interval(now)
+        self._new_interval()
         return record
 
     def _after_step(self) -> int | None:
@@ -148,9 +200,8 @@ class TrainingLoop:
         if failed:
             self._raise_failure()
         if self._evaluates() and state.iteration % training.eval_interval == 0:
-            began = time.perf_counter()
-            evaluate(trainer)
-            self._interval.started += time.perf_counter() - began
+            with self._apart():
+                evaluate(trainer)
         interval = trainer.config.checkpoint.save_interval
         if trainer.checkpointer.saves and interval and state.iteration % interval == 0:
             self._save()
@@ -197,14 +248,15 @@ class TrainingLoop:
     def _save(self) -> None:
         trainer = self._t
         began = time.perf_counter()
-        trainer.checkpointer.save(trainer.state)
+        saving = f"the save of iteration {trainer.state.iteration}"
+        with self._apart(), self._watchdog.unlimited(saving):
+            trainer.checkpointer.save(trainer.state)
         seconds = time.perf_counter() - began
         how = "snapshot" if trainer.config.checkpoint.async_save else "saved"
         trainer.reporter.say(
             f"checkpoint of iteration {trainer.state.iteration}: {how} in {seconds:.2f} s, "
             f"{trainer.config.checkpoint.save}"
         )
-        self._interval.started += seconds
 
     def _finish(self, *, finished: bool) -> None:
         trainer, state = self._t, self._t.state
@@ -214,7 +266,7 @@ class TrainingLoop:
                 evaluate(trainer)
             evaluate(trainer, "test")
         checkpointer = trainer.checkpointer
-        if checkpointer.saves and checkpointer.last_saved != state.iteration:
+        if checkpointer.saves and checkpointer.last_saved != state.iteration > 0:
             self._save()
         checkpointer.finish()
         leave_stage(trainer)

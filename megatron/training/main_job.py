@@ -3,10 +3,11 @@
 Order matters: the command line is checked before torch is imported, the data and tokenizer are
 opened before any process group exists, the ranks compare their settings before the first real
 collective. What a user got wrong ends in one message on rank 0 and exit code 2, without a
-traceback.
+traceback. A rank that fails, dies or hangs ends the run on all ranks, which name it.
 """
 
 import dataclasses
+import faulthandler
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # torch must not be imported before the command line is check
 
     from megatron.core.tokenizers import Tokenizer
     from megatron.training.providers import DataProvider, LossProvider, ModelProvider
+    from megatron.training.watchdog import Watchdog
 
 USER_ERROR = 2
 
@@ -48,7 +50,8 @@ def pretrain(
 
     Returns:
         0 at the end or at a planned stop, 99 after a signal (saved; start me again), 2 for a
-        wrong command line, 3 after too many steps that weren't finite.
+        wrong command line, 3 after too many steps that weren't finite, 4 after a step that gave
+        other bits when it was computed again, 1 after any other failure of this or another rank.
     """
     started = time.time()
     signals = signals or ExitSignals().install()
@@ -83,7 +86,6 @@ def _run(
 ) -> int:
     import torch.distributed as dist
 
-    from megatron.core.dist_checkpointing import CheckpointError
     from megatron.core.parallel_state import destroy_model_parallel
     from megatron.core.tokenizers import build_tokenizer
     from megatron.training.build import with_vocabulary
@@ -104,17 +106,27 @@ def _run(
     except RendezvousError as error:
         print(f"pretrain: {error}", file=sys.stderr, flush=True)
         return 1
+    watchdog = _watchdog(env, resolved.config.parallel.distributed_timeout_minutes * 60)
     try:
-        return _train(resolved, signals, started, tokenizer, device, providers)
-    except (CheckpointError, ValueError) as error:
-        # Such an error is the same on all ranks, so one message is enough.
-        if env.rank == 0:
-            print(f"pretrain: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR if isinstance(error, ValueError) else 1
+        code = _train(resolved, signals, started, tokenizer, device, watchdog, providers)
+        watchdog.leaving()
+        dist.barrier()
+        return code
+    except Exception as error:
+        return watchdog.conclude(error, USER_ERROR if isinstance(error, ValueError) else 1)
     finally:
+        watchdog.close()
         destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _watchdog(env: LaunchEnvironment, timeout_s: float) -> "Watchdog":
+    from megatron.training.watchdog import LIMIT_SHARE, Watchdog, make_store
+
+    faulthandler.enable()
+    store = make_store(env.master_addr, LIMIT_SHARE * timeout_s)
+    return Watchdog(store, env.rank, env.world_size, timeout_s=timeout_s).start()
 
 
 def _train(
@@ -123,6 +135,7 @@ def _train(
     started: float,
     tokenizer: "Tokenizer",
     device: "torch.device",
+    watchdog: "Watchdog",
     providers: "tuple[ModelProvider, DataProvider, LossProvider]",
 ) -> int:
     import torch
@@ -143,16 +156,18 @@ def _train(
         data_provider=data_provider,
         loss_provider=loss_provider,
     )
+    watchdog.follow(trainer.chunks)
     reporter = trainer.reporter
     reporter.say(trainer.parallel.describe())
     for note in resolved.notes:
         reporter.say(note)
+    watchdog.doing("loading a checkpoint")
     loaded = trainer.checkpointer.load()
     if loaded is not None:
         trainer.state = loaded.train_state
         reporter.say(f"loaded {loaded.folder}: going on after iteration {trainer.state.iteration}")
     reporter.open(run_id=trainer.state.run_id, resumed=trainer.state.iteration > 0)
     try:
-        return TrainingLoop(trainer, started=started).run()
+        return TrainingLoop(trainer, watchdog, started=started).run()
     finally:
         reporter.close()

@@ -13,6 +13,7 @@ import torch
 from megatron.core.context_extension import Stage
 from megatron.core.context_parallel import make_layout
 from megatron.core.datasets import BatchLoader, DocumentSource
+from megatron.training.same_data import compare_data
 from megatron.training.trainer import Trainer
 
 LayoutFn = Callable[[list[torch.Tensor]], Any]
@@ -76,13 +77,15 @@ def eval_loader(trainer: Trainer, part: str) -> BatchLoader | None:
 
 
 def _source(trainer: Trainer, part: str, stage: Stage) -> DocumentSource | None:
-    return trainer.data_provider(
+    source = trainer.data_provider(
         trainer.config,
         part,
         eod_token=trainer.tokenizer.eod,
         data_path=stage.data_path,
         long_document_upsampling=stage.long_document_upsampling,
     )
+    compare_data(source, part)
+    return source
 
 
 def make_loader(

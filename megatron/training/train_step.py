@@ -3,7 +3,7 @@
 The loss is the sum of token losses over the whole global batch (micro-batches x data x context
 ranks) divided once by its number of loss tokens, so gradients, norm and loss don't depend on
 how the batch was cut. Costs beside forward and backward: two all-reduces of a few numbers over
-the ranks that share weights, one over all ranks for the norm.
+the ranks that share weights, two over all ranks, for the norm and for whether all is finite.
 """
 
 import dataclasses
@@ -13,13 +13,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_parallel.integrity import check_same_batch
 from megatron.core.distributed import clip_gradients, finalize_gradients, gradient_norm
 from megatron.core.models.gpt.flops import visible_pairs
 from megatron.core.models.gpt.prepare import prepare_batch
 from megatron.core.optimizer import set_learning_rate
 from megatron.core.packed_batch import PackedBatch
+from megatron.core.parallel_state import assert_same_over_ranks
 from megatron.core.tensor_parallel import DropoutKey
 from megatron.training.learning_rate import learning_rate
+from megatron.training.rerun_check import compute_twice
 from megatron.training.trainer import Trainer
 
 
@@ -38,11 +41,45 @@ class StepResult:
     """False if the update was skipped because something wasn't finite."""
 
 
+def due(interval: int, iteration: int) -> bool:
+    """Whether a check of this interval (0: never) falls on the iteration."""
+    return interval > 0 and iteration % interval == 0
+
+
+def check_batches(trainer: Trainer, batches: Sequence[PackedBatch], iteration: int) -> None:
+    """Compare what the ranks of one replica are about to train on. Collective.
+
+    Raises:
+        ValueError: if ranks stand at different places of the stream.
+        IntegrityError: if a context-, tensor- or pipeline-parallel group reads different rows.
+    """
+    parallel, state = trainer.parallel, trainer.state
+    assert_same_over_ranks(
+        {
+            "iteration": state.iteration,
+            "consumed samples": state.consumed_samples,
+            "consumed tokens": state.consumed_tokens,
+            "position in the data": state.data,
+        }
+    )
+    rows = {
+        "rows": [batch.sample_ids for batch in batches],
+        "contents of the rows": [batch.row_hashes for batch in batches],
+        "document boundaries": [batch.cu_seqlens for batch in batches],
+    }
+    local = {**rows, "tokens": [batch.tokens for batch in batches]}
+    check_same_batch(rows, parallel.cp_group, iteration=iteration, device=trainer.device)
+    for group in (parallel.tp_group, parallel.pp_group):
+        check_same_batch(local, group, iteration=iteration, device=trainer.device)
+
+
 def prepare(
     trainer: Trainer, batches: Sequence[PackedBatch], *, training: bool
 ) -> list[PackedBatch]:
     """Move micro-batches to the device and plan their attention."""
     parallel = trainer.parallel
+    iteration = trainer.state.iteration + 1
+    checked = training and due(trainer.config.parallel.cp_check_interval, iteration)
     return [
         prepare_batch(
             batch.to(trainer.device),
@@ -53,6 +90,7 @@ def prepare(
             cp_comm_type=trainer.config.parallel.cp_comm_type,
             training=training,
             workspace=trainer.workspace,
+            check_iteration=iteration if checked else None,
         )
         for batch in batches
     ]
@@ -109,15 +147,43 @@ def forward_backward(
     return loss, norm
 
 
+def finite_everywhere(trainer: Trainer, loss: float, norm: float) -> bool:
+    """Whether loss and norm are finite on every rank, so that all update or none."""
+    bad = torch.tensor(
+        [not (math.isfinite(loss) and math.isfinite(norm))],
+        dtype=torch.int32,
+        device=trainer.device,
+    )
+    dist.all_reduce(bad, group=trainer.parallel.world_group)
+    return not bool(bad.item())
+
+
 def train_step(trainer: Trainer, batches: Sequence[PackedBatch]) -> StepResult:
     """Forward, backward, clip, update; the update is skipped if anything isn't finite."""
-    rate = learning_rate(trainer.config.optimizer, trainer.schedule, trainer.state.iteration)
+    iteration = trainer.state.iteration + 1
+    rate = learning_rate(trainer.config.optimizer, trainer.schedule, iteration - 1)
+    if due(trainer.config.parallel.cp_check_interval, iteration):
+        check_batches(trainer, batches, iteration)
     loss_tokens, pairs = global_counts(trainer, batches)
     if loss_tokens == 0:
         return StepResult(math.nan, 0, math.nan, rate, pairs, applied=False)
     prepared = prepare(trainer, batches, training=True)
-    loss, norm = forward_backward(trainer, prepared, loss_tokens)
-    applied = math.isfinite(loss) and math.isfinite(norm)
+
+    def gradients() -> tuple[float, float]:
+        return forward_backward(trainer, prepared, loss_tokens)
+
+    if due(trainer.config.training.rerun_check_interval, iteration):
+        loss, norm = compute_twice(
+            gradients,
+            trainer.chunks,
+            trainer.parameters,
+            iteration=iteration,
+            pp_rank=trainer.parallel.pp_rank,
+            pp_size=trainer.parallel.pp_size,
+        )
+    else:
+        loss, norm = gradients()
+    applied = finite_everywhere(trainer, loss, norm)
     if applied:
         clip_gradients(trainer.parameters, norm, trainer.config.optimizer.clip_grad)
         set_learning_rate(trainer.optimizer, rate)

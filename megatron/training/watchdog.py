@@ -1,0 +1,234 @@
+"""No rank waits for ever for one that died, raised or hangs.
+
+Each rank has a thread that tells a store on rank 0, twice a second, what the rank does and how
+far it is. Rank 0's thread judges (``verdict``); when it has a verdict, every rank prints it and
+leaves with its code, also those whose main thread is stuck in a communication.
+
+The main thread says what it does (``doing``), ticks whenever it gets on (each layer, forward and
+backward), and hands an exception that would end the run to ``conclude``. While ``limited``, a
+rank that doesn't tick within 0.8 x ``--distributed-timeout-minutes`` ends the run, before the
+communications of others time out.
+
+Cost: two requests per rank and half second to one store, and one look at the main thread's
+frame every 20 ms (for the straggler report). It doesn't restart anything.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.training.rerun_check import register_hook
+from megatron.training.stacks import BusyTime, main_frame, main_stack, waits_for_ranks
+from megatron.training.verdict import Beat, Failure, Judge, Verdict, is_consequence
+
+SAMPLE_SECONDS = 0.02
+LIMIT_SHARE = 0.8
+"""Part of --distributed-timeout-minutes after which a rank counts as stuck."""
+
+
+def make_store(host: str, timeout_s: float) -> Any:
+    """A key-value store on rank 0 of its own port, apart from the one of the process groups."""
+    if dist.get_world_size() == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+    first = dist.get_rank() == 0
+    timeout = timedelta(seconds=timeout_s)
+    port: list[int] = [0]
+    store: Any = None
+    if first:
+        store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        port[0] = store.port
+    dist.broadcast_object_list(port, src=0)
+    if not first:
+        store = TCPStore(host, port[0], None, False, timeout, wait_for_workers=False)
+    return store
+
+
+class Watchdog:
+    """Watches the ranks of a run; one on each rank.
+
+    Args:
+        store: shared by all ranks, and used by nothing else.
+        timeout_s: ``--distributed-timeout-minutes`` in seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = world_size
+        self._poll = min(0.5, timeout_s / 40)
+        self._patience = max(4 * self._poll, min(2.0, timeout_s / 10))
+        self._limit = LIMIT_SHARE * timeout_s
+        self._beat = Beat()
+        self._send_stack = False
+        self._closing = False
+        self._concluding = False
+        self._verdict: Verdict | None = None
+        self._decided = threading.Event()
+        self.busy = BusyTime()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> "Watchdog":
+        """Start watching; returns self. Collective."""
+        if self._rank == 0:
+            self._store.set("orders", json.dumps({"stacks": False, "verdict": None}))
+            for rank in range(self._world):
+                self._store.set(f"beat/{rank}", json.dumps(Beat().to_json()))
+        dist.barrier()
+        self._thread.start()
+        return self
+
+    def doing(self, what: str) -> None:
+        """Say what the main thread does from here on; counts as a tick."""
+        self._beat.doing = what
+        self._beat.ticks += 1
+
+    def tick(self, *_: Any) -> None:
+        """Note progress."""
+        self._beat.ticks += 1
+
+    def limit(self, on: bool) -> None:
+        """Whether ticks must come within the limit from here on."""
+        self._beat.ticks += 1
+        self._beat.limited = on
+
+    @contextlib.contextmanager
+    def unlimited(self, what: str) -> Iterator[None]:
+        """For work of unknown length, such as writing a checkpoint."""
+        before, limited = self._beat.doing, self._beat.limited
+        self.doing(what)
+        self.limit(False)
+        try:
+            yield
+        finally:
+            self.limit(limited)
+            self.doing(before)
+
+    def follow(self, chunks: list[nn.Module]) -> None:
+        """Tick at each layer of ``chunks``, in forward and in backward passes."""
+
+        def forward(module: nn.Module, args: Any, output: Any) -> None:
+            self.tick()
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                register_hook(output, self.tick)
+
+        for chunk in chunks:
+            for holder in chunk.modules():
+                if isinstance(holder, nn.ModuleDict | nn.ModuleList):
+                    for layer in holder.children():
+                        layer.register_forward_hook(forward)
+
+    def leaving(self) -> None:
+        """The run is over on this rank: the others' end is no fault from here on."""
+        self._beat.limited = False
+        self._closing = True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing = True
+        self._decided.set()
+        self._thread.join(timeout=5)
+
+    def conclude(self, error: BaseException, code: int) -> int:
+        """Tell the others of the exception that ends this rank; returns the exit code.
+
+        Waits for the verdict and prints it: on every rank, or on the first alone if all ranks
+        failed alike. An unexpected error's traceback is printed by its own rank.
+        """
+        expected = code == 2 or type(error).__name__ in ("CheckpointError", "IntegrityError")
+        text = f"{error}" if expected else f"{type(error).__name__}: {error}"
+        consequence = is_consequence(text) and code != 2
+        self._concluding = True
+        self._closing = False
+        self._beat.failure = Failure(text, code, consequence)
+        self._decided.wait(timeout=10 * self._patience + 20)
+        verdict = self._verdict or Verdict(f"rank {self._rank} failed: {text}", code)
+        if not expected and not consequence:
+            traceback.print_exception(error)
+        self._print(verdict)
+        if self._rank == 0:
+            # The others read the verdict from this rank's store.
+            time.sleep(3 * self._poll)
+        self.close()
+        return verdict.code
+
+    def _print(self, verdict: Verdict) -> None:
+        if verdict.shared and self._rank != 0:
+            return
+        where = "" if verdict.shared or self._world == 1 else f" (rank {self._rank})"
+        print(f"pretrain{where}: {verdict.message}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        judge = None
+        if self._rank == 0:
+            judge = Judge(
+                self._world, limit=self._limit, patience=self._patience, now=time.monotonic()
+            )
+        while not self._decided.is_set():
+            try:
+                verdict = self._exchange(judge)
+            except Exception as error:
+                if self._closing:
+                    return
+                verdict = Verdict(
+                    "rank 0 no longer answers (killed, out of memory, or its machine is gone): "
+                    f"{str(error).splitlines()[0]}",
+                    1,
+                )
+            if verdict is not None:
+                self._end(verdict)
+                return
+            self._sample_until(time.monotonic() + self._poll)
+
+    def _sample_until(self, deadline: float) -> None:
+        while time.monotonic() < deadline and not self._decided.wait(SAMPLE_SECONDS):
+            self.busy.sample()
+
+    def _exchange(self, judge: Judge | None) -> Verdict | None:
+        self._beat.number += 1
+        if self._send_stack:
+            self._beat.stack = main_stack()
+            self._beat.waits = waits_for_ranks(main_frame())
+        self._store.set(f"beat/{self._rank}", json.dumps(self._beat.to_json()))
+        if judge is not None:
+            return self._judge(judge)
+        orders = json.loads(self._store.get("orders"))
+        self._send_stack = orders["stacks"]
+        return Verdict(**orders["verdict"]) if orders["verdict"] else None
+
+    def _judge(self, judge: Judge) -> Verdict | None:
+        for rank in range(self._world):
+            beat = Beat.from_json(json.loads(self._store.get(f"beat/{rank}")))
+            judge.hear(rank, beat, time.monotonic())
+        verdict = judge.decide(time.monotonic())
+        self._send_stack = judge.wants_stacks
+        orders = {"stacks": judge.wants_stacks, "verdict": None}
+        if verdict is not None:
+            orders["verdict"] = vars(verdict)  # type: ignore[assignment]
+        self._store.set("orders", json.dumps(orders))
+        return verdict
+
+    def _end(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._decided.set()
+        if self._concluding or self._closing:
+            return
+        # The main thread may be stuck in a communication: give it a moment, then leave for it.
+        if self._rank == 0:
+            time.sleep(3 * self._poll)
+        if self._concluding:
+            return
+        self._print(verdict)
+        sys.stdout.flush()
+        os._exit(verdict.code)
