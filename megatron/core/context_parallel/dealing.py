@@ -16,7 +16,7 @@ One document is dealt in zigzag, which is perfect for it; a plain contiguous or 
 whenever it is within the goal. More than ``GROUP`` ranks are searched in groups of neighbours (the
 sweep already gives every group its share), then among the slowest and fastest of all.
 
-Cost: 1M tokens on 32 ranks take some 50 ms on one core, mostly search; time grows with the number
+Cost: 1M tokens on 32 ranks take 50-200 ms on one core, mostly search; time grows with the number
 of ranks. The model does not know windows (a windowed model is balanced as if it had none).
 """
 
