@@ -9,6 +9,7 @@ Starting 4 ranks takes about 0.2 s once the forkserver is warm.
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -58,10 +59,10 @@ def _worker(conn: Any, rank: int, world: int, store: str, fn: Any, args: Any, li
             timeout=timedelta(seconds=limit),
         )
         result = fn(rank, world, *args)
-        conn.send((True, result))
+        conn.send_bytes(pickle.dumps((True, result)))  # tensors by value: this process ends soon
         dist.destroy_process_group()
     except BaseException:
-        conn.send((False, traceback.format_exc()))
+        conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
         conn.close()
         os._exit(1)
 
@@ -115,7 +116,7 @@ def _collect(receivers: list[Any], timeout: float) -> list[Any]:
         for receiver in ready:
             rank = waiting.pop(receiver)  # type: ignore[call-overload]
             try:
-                ok, value = receiver.recv()  # type: ignore[union-attr]
+                ok, value = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 ok, value = False, "the process died without a word"
             if ok:
