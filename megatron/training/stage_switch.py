@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.config.parallel import effective_layout
 from megatron.core.context_extension import Stage
 from megatron.core.context_parallel import make_layout
 from megatron.core.datasets import BatchLoader, DocumentSource
@@ -119,6 +120,7 @@ def make_loader(
 
 def layout_fn(kind: str, stage: Stage) -> LayoutFn:
     """From a micro-batch's document boundaries to who holds which positions."""
+    kind = effective_layout(kind, stage.ring_size)
     if kind == "balanced":
         return lambda cu_seqlens: make_layout(
             kind, stage.seq_length, stage.ring_size, stage.ulysses_size, cu_seqlens

@@ -52,6 +52,11 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(10.0, "Time limit of a collective.")
 
 
+def effective_layout(kind: str, ring_size: int) -> str:
+    """The layout of a run: with a ring of one rank there is nothing to deal, so any length fits."""
+    return kind if ring_size > 1 else "contiguous"
+
+
 def layout_multiple(kind: str, ring_size: int, ulysses_size: int = 1) -> int:
     """The number that a row's length must be a multiple of, for a layout ``kind``.
 

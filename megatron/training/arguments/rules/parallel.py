@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.parallel import layout_multiple
+from megatron.core.config.parallel import effective_layout, layout_multiple
 from megatron.training.arguments.rules.facts import Facts, divisors_below, near
 
 
@@ -175,9 +175,10 @@ def length_divides(facts: Facts) -> Iterator[str]:
     """A row can be cut as the layout and sequence parallelism cut it."""
     parallel = facts.config.parallel
     for stage in facts.stages:
-        multiple = layout_multiple(parallel.cp_layout, stage.ring_size, stage.ulysses_size)
+        kind = effective_layout(parallel.cp_layout, stage.ring_size)
+        multiple = layout_multiple(kind, stage.ring_size, stage.ulysses_size)
         why = (
-            f"the {parallel.cp_layout} layout with ulysses size {stage.ulysses_size} and ring size "
+            f"the {kind} layout with ulysses size {stage.ulysses_size} and ring size "
             f"{stage.ring_size}"
         )
         whole = multiple
