@@ -40,7 +40,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.linear import column_parallel_weights
 from megatron.core.transformer import LayerInputs, RotaryEmbedding, TransformerBlock
 
-OUTPUTS = ("loss", "token_losses", "logits")
+OUTPUTS = ("loss", "token_losses", "logits", "hidden")
 
 
 class OutputLayer(nn.Module):
@@ -161,12 +161,13 @@ class GPTModel(nn.Module):
             batch: with an attention plan, unless the whole row is here.
             dropout_key: where in the run and the grid (seed, iteration, micro-batch, dp, cp);
                 needed in training mode with dropout, unused in evaluation mode.
-            output: what the last stage returns: ``loss``, ``token_losses`` or ``logits``.
+            output: what the last stage returns: ``loss``, ``token_losses``, ``logits`` or
+                ``hidden`` (what the head would get, to make logits at a few positions).
 
         Returns:
             Hidden states [s (/ tp), B, H]; with ``post_process`` the sum of the token losses, a
             scalar of at least fp32 equal on all tp ranks (or token_losses [B, s] without
-            gradient, zero where there is no loss; or logits [B, s, vocabulary]).
+            gradient, zero where there is no loss; or logits [B, s, vocabulary]; or hidden states).
 
         Raises:
             ValueError: a missing plan, key or x; token ids or positions out of range.
@@ -183,7 +184,9 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, inputs.dropout)
         hidden = self.decoder(x, inputs)
-        return self._head(hidden, batch, output) if self.post_process else hidden
+        if not self.post_process or output == "hidden":
+            return hidden
+        return self._head(hidden, batch, output)
 
     def token_losses(self, batch: PackedBatch, x: torch.Tensor | None = None) -> torch.Tensor:
         """Loss of every token [B, s], 0 where it has none; no dropout, no gradient."""
