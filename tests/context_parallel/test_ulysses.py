@@ -70,12 +70,12 @@ def transpose_holds(rank: int, world: int, heads: int, kv_heads: int) -> list[fl
     k = torch.randn(2, 3, kv_heads, 5, dtype=torch.float64)
     own_q, own_k = ulysses.to_heads(((q, "query"), (k, "kv")))
     y, z = torch.randn_like(own_q), torch.randn_like(own_k)
-    back_q, back_k = ulysses.to_sequence(((y, "query"), (z, "kv")), 2, torch.float64)
+    back_q, back_k = ulysses.to_sequence(((y, "query"), (z, "kv")), (2, 3), torch.float64)
     sides = torch.stack(
         ((own_q * y).sum(), (q * back_q).sum(), (own_k * z).sum(), (k * back_k).sum())
     )
     dist.all_reduce(sides)
-    again, _ = ulysses.to_sequence(((own_q, "query"), (own_k, "kv")), 2, torch.float64)
+    again, _ = ulysses.to_sequence(((own_q, "query"), (own_k, "kv")), (2, 3), torch.float64)
     return [float(sides[0] - sides[1]), float(sides[2] - sides[3]), float((again - q).abs().max())]
 
 
@@ -96,7 +96,7 @@ def wide_parts(rank: int, world: int) -> bool:
     lse = torch.randn(1, 1, 4)
     own_q, own_lse = ulysses.to_heads(((q, "query"), (lse, "query")))
     back_q, back_lse = ulysses.to_sequence(
-        ((own_q, "query"), (own_lse, "query")), 1, torch.bfloat16
+        ((own_q, "query"), (own_lse, "query")), (1, 1), torch.bfloat16
     )
     return torch.equal(back_q, q) and torch.equal(back_lse, lse) and back_lse.dtype == lse.dtype
 

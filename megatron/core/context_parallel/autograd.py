@@ -153,14 +153,14 @@ def _forward(
     call: _Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """(out, lse to return, tensors to save in head shards)."""
-    ulysses = call.plan.ulysses
+    plan, ulysses = call.plan, call.plan.ulysses
     with call.audited("forward") as audit:
         heads = ulysses.to_heads(((q, "query"), (k, "kv"), (v, "kv")), audit)
         own_q, own_k, own_v = heads
         total, lse = _attend(call, own_q, own_k, own_v, audit)
         own_out = total.to(q.dtype)
         parts = [(own_out, "query")] + ([(lse, "query")] if call.return_lse else [])
-        back = ulysses.to_sequence(parts, call.batch, q.dtype, audit)
+        back = ulysses.to_sequence(parts, (call.batch, plan.layout.local_length), q.dtype, audit)
     returned = back[1].transpose(1, 2).contiguous() if call.return_lse else None
     return back[0], returned, (own_q, own_k, own_v, own_out, lse)
 
@@ -184,7 +184,7 @@ def _backward(
     call: _Call, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as sequence shards, in the inputs' type."""
-    split, ulysses = call.plan.split, call.plan.ulysses
+    plan, ulysses = call.plan, call.plan.ulysses
     kind = q.dtype
     with call.audited("backward") as audit:
         if call.kept is None:
@@ -194,10 +194,10 @@ def _backward(
             own_grad, q, k, v, out = ulysses.to_heads(rows, audit)
         dq, own = _attend_backward(call, own_grad, q, k, v, out, lse, audit)
         dk, dv = own.dk.total(), own.dv.total()
-        if not split.shares_kv:  # complete: nothing is added any more
+        if not plan.split.shares_kv:  # complete: nothing is added any more
             dk, dv = dk.to(kind), dv.to(kind)
         parts = ((dq.to(kind), "query"), (dk, "kv"), (dv, "kv"))
-        back = ulysses.to_sequence(parts, call.batch, kind, audit)
+        back = ulysses.to_sequence(parts, (call.batch, plan.layout.local_length), kind, audit)
     return back[0], back[1].to(kind), back[2].to(kind)
 
 

@@ -150,7 +150,7 @@ class AttentionPlan:
             communication=self.communication,
             tasks=batch.tasks,
             pairs=batch.pairs[self.ring.rank],
-            work_balance=max(batch.pairs) / mean,
+            work_balance=max(batch.pairs) / mean if mean else 1.0,
             bytes_sent=self.comm.bytes_sent,
             transfers=self.comm.transfers,
             exposed_wait=self.comm.exposed_wait(),

@@ -48,7 +48,7 @@ class RowTasks:
 
     def tasks(self, rank: int, source: int) -> IntArray:
         """[n, 6] tasks of one rank against one source."""
-        parts = []
+        parts = [NO_TASKS]
         for index, table in enumerate(self.tables):
             offset = index * self.layout.ring_length
             shift = np.array([offset, offset, offset, offset, 0, 0])
@@ -61,7 +61,7 @@ class RowTasks:
             table[rank][source].key_rows() + index * self.layout.ring_length
             for index, table in enumerate(self.tables)
         ]
-        return join_runs(np.concatenate(parts))
+        return join_runs(np.concatenate([NO_TASKS[:, :2], *parts]))
 
     def pairs(self, rank: int) -> int:
         """Visible pairs of one rank."""

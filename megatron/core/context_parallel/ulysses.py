@@ -109,7 +109,7 @@ class Ulysses:
             For each part its own heads of the whole ring shard, flat: [B * U * s, heads, ...].
         """
         if self.channel.size == 1:
-            return [part.reshape(-1, *part.shape[2:]) for part, _ in parts]
+            return [part.flatten(0, 1) for part, _ in parts]
         wire = parts[0][0].dtype
         batch, local = parts[0][0].shape[:2]
         rows = [
@@ -130,7 +130,9 @@ class Ulysses:
         pending = self.channel.all_to_all(received, sent, evenly, splits, "Ulysses heads", audit)
         pending.wait()
         table = received.view(self.channel.size, batch, local, width)
-        flat = table.transpose(0, 1).reshape(-1, width)  # a view for one batch row
+        flat = table.transpose(0, 1).reshape(
+            batch * self.channel.size * local, width
+        )  # a view for one batch row
         return self._columns(flat, parts, wire)
 
     def _columns(
@@ -152,7 +154,7 @@ class Ulysses:
     def to_sequence(
         self,
         parts: Sequence[tuple[Tensor, str]],
-        batch: int,
+        shape: tuple[int, int],
         wire: torch.dtype,
         audit: Audit | None = None,
     ) -> list[Tensor]:
@@ -160,7 +162,7 @@ class Ulysses:
 
         Args:
             parts: (flat [B * U * s, own heads, ...], "query" or "kv"), of the wire type or wider.
-            batch: B.
+            shape: (B, s).
             wire: type on the wire.
             audit: of a checked iteration.
 
@@ -169,8 +171,8 @@ class Ulysses:
         """
         size = self.channel.size
         if size == 1:
-            return [part.unflatten(0, (batch, -1)) for part, _ in parts]
-        local = parts[0][0].shape[0] // (batch * size)
+            return [part.view(*shape, *part.shape[1:]) for part, _ in parts]
+        batch, local = shape
         flat = torch.cat([_bits(part, wire).flatten(1) for part, _ in parts], dim=1)
         width = flat.shape[1]
         sent = flat.view(batch, size, local, width).transpose(0, 1).reshape(-1)
