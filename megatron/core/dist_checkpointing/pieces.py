@@ -28,10 +28,17 @@ class Piece:
         """Bytes of the local part."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    def copied(self) -> "Piece":
-        """The piece with memory of its own on the CPU, for a snapshot."""
-        copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
-        copy.copy_(self.tensor.detach())
+    def copied(self, memory: torch.Tensor | None = None) -> "Piece":
+        """The piece with memory of its own on the CPU, for a snapshot.
+
+        ``memory``: that of an earlier snapshot, used again if it fits; fresh pages cost several
+        times what the copy costs.
+        """
+        copy, source = memory, self.tensor.detach()
+        if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
+            pinned = source.device.type == "cuda"
+            copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+        copy.copy_(source)
         return dataclasses.replace(self, tensor=copy)
 
 

@@ -3,6 +3,7 @@
 A background save copies this rank's pieces to the CPU (the only time training waits), then a
 thread writes them over a process group of its own, so it never mixes with the collectives of
 training. Its failure is kept until :meth:`CheckpointSaver.failure` is asked, once a step.
+The copy's memory stays for the next save: as many bytes on the host as the rank's pieces have.
 """
 
 import threading
@@ -36,6 +37,7 @@ class CheckpointSaver:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._snapshot: dict[str, Piece] = {}
 
     def save(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
         """Save; in the background after a snapshot, else at once. Collective.
@@ -47,14 +49,21 @@ class CheckpointSaver:
         if not self._background:
             self._write(iteration, pieces, state)
             return
-        snapshot = {name: piece.copied() for name, piece in pieces.items()}
+        self._snapshot = self._copied(pieces)
         self._thread = threading.Thread(
             target=self._write_quietly,
-            args=(iteration, snapshot, dict(state)),
+            args=(iteration, self._snapshot, dict(state)),
             name="checkpoint-saver",
             daemon=True,
         )
         self._thread.start()
+
+    def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        before = self._snapshot
+        return {
+            name: piece.copied(before[name].tensor if name in before else None)
+            for name, piece in pieces.items()
+        }
 
     def _write(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
         write_checkpoint(self.root, iteration, pieces, state, group=self._group, keep=self._keep)

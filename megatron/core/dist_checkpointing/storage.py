@@ -21,6 +21,10 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 
@@ -106,10 +110,13 @@ class _ChecksumStream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        count = self._file.write(data)
-        self.size += count
-        return count
+        view = memoryview(data).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        done = 0
+        while done < len(view):  # a raw file may take less than it is given
+            done += self._file.write(view[done:])
+        self.size += done
+        return done
 
     def tell(self) -> int:
         return self.size
@@ -137,7 +144,8 @@ class _ChecksumFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        stream = _ChecksumStream(Path(path).open("wb", buffering=1 << 20))  # noqa: SIM115
+        # Tensors come in large blocks; a buffer would only copy them once more.
+        stream = _ChecksumStream(Path(path).open("wb", buffering=0))  # noqa: SIM115
         try:
             yield stream
         finally:
@@ -158,6 +166,15 @@ class ChecksumWriter(FileSystemWriter):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
         self._checksums = _ChecksumFileSystem()
         self.fs = self._checksums
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's, without zip's own crc32 of each record: ours covers the whole file."""
+        before = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            set_crc32_options(before)
 
     @property
     def written(self) -> dict[str, tuple[int, int]]:

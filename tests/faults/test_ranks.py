@@ -1,0 +1,108 @@
+"""A rank that hangs, freezes, dies, raises or was started wrongly: all end, and name it."""
+
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults import injection
+from tests.faults.injection import at_call
+from tests.faults.small import SMALL
+from tests.utils.corpus import write_corpus
+from tests.utils.jobs import Job, JobResult, run_job
+
+TIMEOUT_S = 20.0
+LIMIT = f"--distributed-timeout-minutes={TIMEOUT_S / 60}"
+
+
+def ended(job: Job, *, within: float, frozen: int | None = None) -> JobResult:
+    """The result once all ranks but a frozen one have left, which is then killed."""
+    deadline = time.monotonic() + within
+    for rank, process in enumerate(job.processes):
+        if rank != frozen:
+            process.join(max(0.0, deadline - time.monotonic()))
+    alive = [r for r, process in enumerate(job.processes) if process.is_alive() and r != frozen]
+    job.kill()
+    result = job.result(5)
+    assert not alive, f"ranks {alive} still ran\n{result.text[-5000:]}"
+    return result
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_hung_rank_is_named_with_its_stack(victim: int) -> None:
+    hook = partial(at_call, victim=victim, action=injection.stuck_on_purpose, first=3)
+    job = Job(3, [*SMALL, LIMIT, "--global-batch-size=6"], hook=hook)
+    job.wait_for("iteration      1/", seconds=90)
+    began = time.monotonic()
+    result = ended(job, within=TIMEOUT_S + 15)
+    assert time.monotonic() - began < TIMEOUT_S + 10, "named before collectives time out"
+    assert 0 not in result.codes, result.text
+    for error in result.errors:
+        assert f"rank {victim} makes no progress at iteration 2" in error, result.text
+        assert "stuck_on_purpose" in error
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_named(victim: int) -> None:
+    hook = partial(at_call, victim=victim, action=injection.frozen, first=3)
+    job = Job(2, [*SMALL, LIMIT], hook=hook)
+    job.wait_for("iteration      1/", seconds=90)
+    result = ended(job, within=2 * TIMEOUT_S + 10, frozen=victim)
+    other = 1 - victim
+    assert result.codes[other] not in (0, None), result.text
+    assert f"rank {victim} no longer answers" in result.errors[other], result.text
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_others_soon(victim: int) -> None:
+    hook = partial(at_call, victim=victim, action=injection.killed, first=3)
+    job = Job(4, [*SMALL, "--pipeline-model-parallel-size=2"], hook=hook)
+    job.processes[victim].join(90)
+    began = time.monotonic()
+    result = ended(job, within=30)
+    assert time.monotonic() - began < 30
+    assert result.codes[victim] == -9
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert result.codes[rank] not in (0, None), result.text
+        assert f"rank {victim} no longer answers" in result.errors[rank], result.text
+
+
+def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback() -> None:
+    hook = partial(at_call, victim=1, action=injection.raising, first=3)
+    result = run_job(3, [*SMALL, "--global-batch-size=6"], hook=hook, timeout=60).check(1)
+    for error in result.errors:
+        assert "rank 1 failed: RuntimeError: a bug on purpose" in error, result.text
+    assert "Traceback" in result.errors[1] and "injection.py" in result.errors[1]
+    assert "Traceback" not in result.errors[0]
+
+
+def test_another_configuration_on_one_rank() -> None:
+    by_rank = {1: ["--seq-length=64", "--lr=2e-3"]}
+    result = run_job(3, [*SMALL, "--global-batch-size=6"], by_rank=by_rank, timeout=60).check(2)
+    assert "seq_length: 32 on rank 0, 2; 64 on rank 1" in result.errors[0]
+    assert "lr: 0.01 on rank 0, 2; 0.002 on rank 1" in result.errors[0]
+    assert "Traceback" not in result.text
+
+
+@pytest.mark.parametrize("what", ["other", "missing"])
+def test_another_data_file_on_one_rank(tmp_path: Path, what: str) -> None:
+    """Nodes with disks of their own: the same path holds something else on one."""
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        seed = 1 if what == "other" and rank == 2 else 0
+        prefix = str(tmp_path / str(rank) / "corpus")
+        write_corpus(prefix, documents=200, vocab_size=97, longest=40, seed=seed)
+    if what == "missing":
+        shutil.move(tmp_path / "2" / "corpus.bin", tmp_path / "2" / "corpus.old")
+    hook = partial(injection.in_folder_of_its_own, folder=str(tmp_path))
+    argv = [*(f for f in SMALL if f != "--mock-data"), "--data-path=corpus", "--split=100,0,0"]
+    result = run_job(3, [*argv, "--global-batch-size=6"], hook=hook, timeout=60)
+    assert 0 not in result.codes, result.text
+    error = result.errors[0]
+    if what == "other":
+        assert "ranks read different train data" in error
+        assert "ranks 0, 1: corpus (" in error and "ranks 2: corpus (" in error
+    else:
+        assert "rank 2 failed" in error and "corpus.bin" in error, result.text

@@ -1,0 +1,88 @@
+"""Signals at bad moments: during a save, twice, at the last step."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_iteration
+from tests.faults import injection
+from tests.faults.injection import at_call
+from tests.faults.small import numbers, saving
+from tests.utils.jobs import Job, run_job
+
+
+def send(job: Job, rank: int, number: int = signal.SIGTERM) -> None:
+    pid = job.processes[rank].pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
+def wait_for_file(path: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("more", [(), ("--async-save",)], ids=["sync", "async"])
+def test_a_signal_during_a_save(tmp_path: Path, more: tuple[str, ...]) -> None:
+    marker = tmp_path / "saving"
+    hook = partial(injection.slow_saves, seconds=0.7, marker=str(marker))
+    argv = saving(tmp_path, "run", "--save-interval=2", *more)
+    job = Job(2, argv, hook=hook)
+    wait_for_file(marker)
+    send(job, 1, signal.SIGUSR1)
+    result = job.result(60).check(99)
+    iteration, warning = latest_iteration(tmp_path / "run")
+    assert iteration is not None and iteration >= 2 and warning is None
+    assert f"leaving after iteration {iteration}" in result.output[0]
+    assert not list((tmp_path / "run").glob(".saving_*"))
+    run_job(2, argv, timeout=60).check()
+    run_job(2, saving(tmp_path, "whole"), timeout=60).check()
+    assert numbers(tmp_path, "run") == numbers(tmp_path, "whole")
+
+
+def test_a_signal_in_the_last_step_still_finishes(tmp_path: Path) -> None:
+    """All is saved; the requeued job finds nothing to do and ends with 0."""
+    hook = partial(at_call, victim=1, action=injection.slow, first=10, last=11)
+    argv = saving(tmp_path, "run")
+    job = Job(2, argv, hook=hook)
+    job.wait_for("iteration      5/", seconds=60)
+    send(job, 1)
+    result = job.result(60)
+    assert result.codes in ([99, 99], [0, 0]), result.text
+    assert latest_iteration(tmp_path / "run") == (6, None)
+    assert "nothing to do" in run_job(2, argv, timeout=60).check().output[0]
+
+
+def test_a_second_signal_kills_and_the_others_name_the_rank(tmp_path: Path) -> None:
+    hook = partial(at_call, victim=1, action=injection.slow, last=1000)
+    argv = saving(tmp_path, "run", "--train-iters=1000", "--save-interval=2")
+    job = Job(2, argv, hook=partial(_slow_and_saves_slowly, hook))
+    job.wait_for("iteration      3/", seconds=60)
+    send(job, 1)
+    time.sleep(0.05)
+    send(job, 1)
+    job.processes[1].join(20)
+    result = job.result(60)
+    assert result.codes[1] == -signal.SIGTERM, result.text
+    assert result.codes[0] == 1
+    assert "rank 1 no longer answers" in result.errors[0], result.text
+    iteration, _ = latest_iteration(tmp_path / "run")
+    assert iteration is not None and iteration >= 2
+
+
+def _slow_and_saves_slowly(hook: partial[None], rank: int) -> None:
+    hook(rank)
+    injection.slow_saves(rank, seconds=0.5)
+
+
+def test_signals_can_be_left_to_the_system(tmp_path: Path) -> None:
+    argv = saving(tmp_path, "run", "--exit-interval=4", "--save-interval=2")
+    result = run_job(2, argv, timeout=60).check(0)
+    assert "--exit-interval 4: leaving" in result.output[0]
+    assert latest_iteration(tmp_path / "run") == (4, None)
