@@ -3,9 +3,8 @@
   python tools/make_passkey_data.py --output-prefix out/passkey --documents 20000 --lengths 256 1024
 
 Writes out/passkey.bin and .idx, ready for --data-path with --tokenizer-type NullTokenizer and the
-same --vocab-size. A document's length is drawn from --lengths. Each document tells a key of
-different digits and asks for it again and again, between random words and copies of its own
-earlier stretches; see megatron/training/long_context_eval/passkey_mix.py.
+same --vocab-size. A document's length is drawn from --lengths. Each document tells facts and asks
+for them again, between random words; see megatron/training/long_context_eval/passkey_mix.py.
 
 Exit codes: 0 done; 1 files can't be written; 2 wrong command line.
 """
@@ -28,7 +27,7 @@ def main() -> int:
     args = parser.parse()
     if args.documents < 1 or min(args.lengths) < 1:
         parser.error("--documents and --lengths must be at least 1")
-    mix = PasskeyMix(args.vocab_size, args.key_digits, asked=args.asked, copied=args.copied)
+    mix = PasskeyMix(args.vocab_size, args.facts, asked=args.asked)
     rng = np.random.default_rng(args.seed)
     total = 0
     with IndexedDatasetBuilder(args.output_prefix, token_dtype(mix.vocab_size)) as builder:
@@ -48,9 +47,8 @@ def _parser() -> Parser:
     add("--documents", type=int, required=True, metavar="N")
     add("--lengths", type=int, nargs="+", required=True, metavar="L", help="Tokens; drawn evenly.")
     add("--vocab-size", type=int, default=mix.vocab_size)
-    add("--key-digits", type=int, default=mix.key_digits, help="Different digits of a key.")
-    add("--asked", type=float, default=mix.asked, help="Share of pieces that ask for the key.")
-    add("--copied", type=float, default=mix.copied, help="Share of pieces that are copies.")
+    add("--facts", type=int, default=mix.facts, help="Facts that a document may tell.")
+    add("--asked", type=float, default=mix.asked, help="Share of pieces that tell or ask a fact.")
     add("--seed", type=int, default=1234)
     return parser
 

@@ -5,7 +5,8 @@ Three kinds, side by side, because none of them is a law:
 * the NTK-aware formula, ``theta * s ** (d/(d-2))`` for a context ``s`` times longer: the slowest
   pair turns as far over the new length as it did over the old one;
 * the published fit of the smallest base that still retrieves over a length,
-  ``0.0424 * L ** 1.628`` (Men et al., Base of RoPE Bounds Context Length, arXiv 2405.14591);
+  ``0.0424 * L ** 1.628`` (Men et al., Base of RoPE Bounds Context Length, arXiv 2405.14591,
+  figure 1);
 * what published long-context models used at the nearest length that is at least as long.
 
 Pure arithmetic; it doesn't choose for you and no other part of the framework calls it.
@@ -27,20 +28,21 @@ class Published:
 
 
 PUBLISHED = (
-    Published("Llama 3", 8192, 5e5, "arXiv 2407.21783, section 3.2"),
+    Published("Llama 3", 8192, 5e5, "arXiv 2407.21783, and its published config"),
     Published("Code Llama", 16384, 1e6, "arXiv 2308.12950, section 2.4"),
-    Published("Llama 2 Long", 32768, 5e5, "arXiv 2309.16039, section 4.1"),
-    Published("Large World Model 32K", 32768, 1e6, "arXiv 2402.08268, table of stages"),
-    Published("ProLong 64K", 65536, 8e6, "arXiv 2410.02660"),
-    Published("Large World Model 128K", 131072, 1e7, "arXiv 2402.08268, table of stages"),
-    Published("Yi 200K", 200000, 5e6, "arXiv 2403.04652, and its published config"),
-    Published("Qwen2.5-1M", 262144, 1e7, "arXiv 2501.15383, section 3.1"),
-    Published("Large World Model 256K", 262144, 1e7, "arXiv 2402.08268, table of stages"),
-    Published("ProLong 512K", 524288, 1.28e8, "arXiv 2410.02660"),
-    Published("Large World Model 512K", 524288, 2.5e7, "arXiv 2402.08268, table of stages"),
-    Published("Large World Model 1M", 1048576, 5e7, "arXiv 2402.08268, table of stages"),
+    Published("ProLong 64K", 65536, 8e6, "arXiv 2410.02660, train_64K.sh of its repository"),
+    Published(
+        "Large World Model 128K",
+        131072,
+        1e7,
+        "arXiv 2402.08268, run_eval_needle.sh of its repository",
+    ),
+    Published("Qwen2.5-1M", 262144, 1e7, "arXiv 2501.15383"),
+    Published("ProLong 512K", 524288, 1.28e8, "arXiv 2410.02660, train_512K.sh of its repository"),
+    Published("Large World Model 1M", 1048576, 5e7, "arXiv 2402.08268"),
 )
-"""Sorted by length. Llama 3 kept its theta up to 128K and scaled frequencies instead."""
+"""Sorted by length. The length is the one trained at; some retrieve over longer contexts. Llama 3
+kept its theta up to 128K and scaled frequencies instead."""
 
 
 @dataclasses.dataclass(frozen=True)

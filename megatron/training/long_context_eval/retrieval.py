@@ -3,7 +3,8 @@
 A grid of (length x depth): each cell is the share of unseen trials in which every token of the key
 is right (after Mohtashami and Jaggi, 2023, arXiv 2305.16300). Answers are read from one forward
 pass over prompt and answer: greedy decoding yields the key exactly if the most likely token is
-right at every step given the right ones before it, so no generation loop is needed.
+right at every step given the right ones before it, so no generation loop is needed. (In the
+made-up language each digit has a question of its own; those are given, the digits are not.)
 
 Cost: one forward pass a trial; logits are made at the answer's positions alone.
 """
@@ -29,7 +30,8 @@ class Trial:
 
     tokens: Tokens
     """int64 [length]: prompt, then answer."""
-    answer_length: int
+    answers: tuple[int, ...]
+    """Indices of the tokens that must be predicted."""
 
 
 class PasskeyTask(Protocol):
@@ -47,14 +49,13 @@ class TokenTask:
     mix: PasskeyMix
 
     def trial(self, rng: np.random.Generator, length: int, depth: float) -> Trial:
-        """See :class:`PasskeyTask`; the filling is random words."""
-        key = self.mix.key(rng)
-        statement = self.mix.statement(key)
-        room = _room(length, 2 * len(statement))
+        """See :class:`PasskeyTask`; the filling is a document of all other facts."""
+        key = self.mix.key(self.mix.digits(rng))
+        room = _room(length, 2 * len(key))
         place = round(depth * room)
-        words = self.mix.words(rng, room)
-        tokens = np.concatenate((words[:place], statement, words[place:], statement))
-        return Trial(tokens, len(key))
+        filling = self.mix.document(rng, room, first_fact=self.mix.key_digits)
+        tokens = np.concatenate((filling[:place], key, filling[place:], key))
+        return Trial(tokens, tuple(range(length - len(key) + 1, length, 2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +75,12 @@ class TextTask:
         question = "What is the pass key? The pass key is"
         asked, whole = self._ids(question), self._ids(f"{question} {key}")
         same = np.flatnonzero(asked != whole[: len(asked)])
-        answer_length = len(whole) - (int(same[0]) if len(same) else len(asked))
+        known = int(same[0]) if len(same) else len(asked)
         room = _room(length, len(told) + len(whole))
         filling = np.resize(self._ids(self.filling), room)
         place = round(depth * room)
-        return Trial(np.concatenate((filling[:place], told, filling[place:], whole)), answer_length)
+        tokens = np.concatenate((filling[:place], told, filling[place:], whole))
+        return Trial(tokens, tuple(range(length - len(whole) + known, length)))
 
     def _ids(self, text: str) -> Tokens:
         return np.asarray(self.tokenize(text), np.int64)
@@ -110,18 +112,19 @@ class RetrievalGrid:
 
 
 def answers(
-    model: GPTModel, tokens_and_labels: Sequence[Trial], *, device: torch.device, at_once: int
+    model: GPTModel, trials: Sequence[Trial], *, device: torch.device, at_once: int
 ) -> list[bool]:
     """Whether greedy decoding would give each trial's answer; trials of equal length."""
     right: list[bool] = []
     weight = local(model.output_weight())[: model.vocab_size]
-    documents = [trial.tokens for trial in tokens_and_labels]
+    documents = [trial.tokens for trial in trials]
     for batch in batches_of(documents, device=device, tokens_at_once=at_once):
         hidden = model(None, batch, output="hidden")  # [S, B, H]
         for row in range(hidden.shape[1]):
-            count = tokens_and_labels[len(right)].answer_length
-            logits = F.linear(hidden[-count:, row], weight)
-            right.append(bool((logits.argmax(-1) == batch.labels[row, -count:]).all()))
+            trial = trials[len(right)]
+            before = torch.tensor(trial.answers, device=hidden.device) - 1
+            chosen = F.linear(hidden[before, row], weight).argmax(-1)
+            right.append(bool((chosen == batch.labels[row, before]).all()))
     return right
 
 
