@@ -13,8 +13,10 @@ FEWEST = 10
 DEVIATIONS = 6.0
 SHARE = 0.05
 """A spike is ``DEVIATIONS`` standard deviations and this share of the mean above the mean."""
-SLOWNESS = 1.2
-"""A rank this much above the mean busy time is named in the log line."""
+SLOWNESS = 1.3
+"""A rank this much above the mean busy time is named in the log ..."""
+NOTICEABLE_S = 0.2
+"""... if it has kept the others waiting this long since the last line."""
 
 
 class LossSpikes:
@@ -61,10 +63,10 @@ def step_time_spread(busy_seconds: float, steps: int) -> dict[str, Any]:
     }
 
 
-def straggler(spread: dict[str, Any]) -> str | None:
+def straggler(spread: dict[str, Any], steps: int) -> str | None:
     """A text if one rank works much longer than the mean."""
     mean, most = spread["step_time_mean"], spread["step_time_max"]
-    if most <= SLOWNESS * mean or dist.get_world_size() == 1:
+    if most <= SLOWNESS * mean or (most - mean) * steps < NOTICEABLE_S:
         return None
     return (
         f"slowest rank {spread['slowest_rank']}: busy {most * 1e3:.1f} ms a step, mean "

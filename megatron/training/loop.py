@@ -170,7 +170,7 @@ class TrainingLoop:
         elapsed = max(now - interval.started, 1e-9)
         tflops = interval.flops / elapsed / 1e12 / dist.get_world_size()
         spread = step_time_spread(interval.busy + self._watchdog.busy.take(), interval.steps)
-        slow = straggler(spread)
+        slow = straggler(spread, interval.steps)
         if slow is not None:
             trainer.reporter.say(slow)
         record: Record = {

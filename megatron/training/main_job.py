@@ -74,6 +74,9 @@ def pretrain(
     except ValueError as error:
         if env.rank == 0:
             print(refusal(error), file=sys.stderr, flush=True)
+        elif env.local_rank == 0:
+            # A file may be missing on this node alone: the first rank of each node says so.
+            print(f"rank {env.rank}: {refusal(error)}", file=sys.stderr, flush=True)
         return USER_ERROR
 
 

@@ -180,8 +180,8 @@ class Judge:
     def _died(self, ranks: list[int]) -> str:
         what = "; ".join(f"rank {r}, last seen {self._ranks[r].beat.doing}" for r in ranks[:8])
         return (
-            f"rank {', '.join(map(str, ranks[:8]))} no longer answers (killed, out of memory, or "
-            f"its machine is gone): {what}"
+            f"rank {', '.join(map(str, ranks[:8]))} no longer answers (killed, frozen, out of "
+            f"memory, or its machine is gone): {what}"
         )
 
     def _stuck(self, rank: int) -> str:

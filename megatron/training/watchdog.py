@@ -1,8 +1,8 @@
 """No rank waits for ever for one that died, raised or hangs.
 
 Each rank has a thread that tells a store on rank 0, twice a second, what the rank does and how
-far it is. Rank 0's thread judges (``verdict``); when it has a verdict, every rank prints it and
-leaves with its code, also those whose main thread is stuck in a communication.
+far it is. Rank 0's thread judges (``verdict``); when it has a verdict, a second thread of every
+rank prints it and leaves with its code, also where the main thread is stuck in a communication.
 
 The main thread says what it does (``doing``), ticks whenever it gets on (each layer, forward and
 backward), and hands an exception that would end the run to ``conclude``. While ``limited``, a
@@ -77,7 +77,12 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._decided = threading.Event()
         self.busy = BusyTime()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._found: Verdict | None = None
+        self._heard = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name="watchdog", daemon=True)
+            for target in (self._talk, self._guard)
+        ]
 
     def start(self) -> "Watchdog":
         """Start watching; returns self. Collective."""
@@ -86,7 +91,9 @@ class Watchdog:
             for rank in range(self._world):
                 self._store.set(f"beat/{rank}", json.dumps(Beat().to_json()))
         dist.barrier()
-        self._thread.start()
+        self._heard = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def doing(self, what: str) -> None:
@@ -138,7 +145,8 @@ class Watchdog:
         """Stop watching."""
         self._closing = True
         self._decided.set()
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     def conclude(self, error: BaseException, code: int) -> int:
         """Tell the others of the exception that ends this rank; returns the exit code.
@@ -169,7 +177,8 @@ class Watchdog:
         where = "" if verdict.shared or self._world == 1 else f" (rank {self._rank})"
         print(f"pretrain{where}: {verdict.message}", file=sys.stderr, flush=True)
 
-    def _watch(self) -> None:
+    def _talk(self) -> None:
+        """Exchange beats and orders with the store; it may block if rank 0 is frozen."""
         judge = None
         if self._rank == 0:
             judge = Judge(
@@ -177,23 +186,33 @@ class Watchdog:
             )
         while not self._decided.is_set():
             try:
-                verdict = self._exchange(judge)
+                self._found = self._exchange(judge)
             except Exception as error:
-                if self._closing:
-                    return
-                verdict = Verdict(
-                    "rank 0 no longer answers (killed, out of memory, or its machine is gone): "
-                    f"{str(error).splitlines()[0]}",
-                    1,
-                )
-            if verdict is not None:
-                self._end(verdict)
+                if not self._closing:
+                    self._found = self._lost_the_first(str(error).splitlines()[0])
                 return
-            self._sample_until(time.monotonic() + self._poll)
+            self._heard = time.monotonic()
+            if self._found is not None:
+                return
+            self._decided.wait(self._poll)
 
-    def _sample_until(self, deadline: float) -> None:
-        while time.monotonic() < deadline and not self._decided.wait(SAMPLE_SECONDS):
+    def _guard(self) -> None:
+        """Sample the main thread; act on what the talking thread found, or on its silence."""
+        while not self._decided.wait(SAMPLE_SECONDS):
             self.busy.sample()
+            silence = time.monotonic() - self._heard
+            if self._found is None and silence > self._limit and not self._closing:
+                self._found = self._lost_the_first(f"silent for {silence:.0f} s")
+            if self._found is not None:
+                self._end(self._found)
+                return
+
+    def _lost_the_first(self, why: str) -> Verdict:
+        return Verdict(
+            "rank 0 no longer answers (killed, frozen, out of memory, or its machine is gone): "
+            f"{why}",
+            1,
+        )
 
     def _exchange(self, judge: Judge | None) -> Verdict | None:
         self._beat.number += 1

@@ -133,6 +133,15 @@ def test_keep_and_broken_folders(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".saving_*"))
 
 
+def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    """With --ckpt-step 2 after 6: the checkpoint of 4 counts, that of 6 isn't touched."""
+    for iteration in (2, 6):
+        run_ranks(2, write_one, str(tmp_path), iteration)
+    run_ranks(2, write_one, str(tmp_path), 4, 1)
+    assert directory.complete_iterations(tmp_path) == [4, 6]
+    assert latest_iteration(tmp_path) == (4, None)
+
+
 def write_one_pair(rank: int, world: int, root: str, iteration: int, keep: int) -> None:
     write_one(rank, world, root, iteration, keep)
 

@@ -120,7 +120,8 @@ def reads_one_step_ahead(rank: int, *, victim: int) -> None:
 
 
 def in_folder_of_its_own(rank: int, *, folder: str) -> None:
-    """Each rank in ``folder/rank``, as nodes with disks of their own."""
+    """Each rank in ``folder/rank``: nodes of one rank with disks of their own."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(Path(folder) / str(rank))
 
 
@@ -171,3 +172,17 @@ def corrupt_transfer(rank: int, *, victim: int, transfer: int) -> None:
         original(self, payload, sealed, *rest, **named)
 
     Audit.compare = compare  # type: ignore[method-assign]
+
+
+def draws_random_numbers(rank: int) -> None:
+    """After each step a rank draws rank + 1 numbers from torch's generator and prints the last."""
+    from megatron.training import loop
+
+    original = loop.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        print("drew", [float(torch.rand(())) for _ in range(rank + 1)][-1], flush=True)
+        return result
+
+    loop.train_step = train_step

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import iteration_folder, read_state
+from tests.faults import injection
 from tests.faults.small import SMALL, numbers, saving
 from tests.utils.jobs import run_job, tensors_of
 
@@ -79,3 +80,25 @@ def test_flags_that_change_the_weights_are_refused(run: Path, tmp_path: Path) ->
     refused = run_job(2, loading(run, tmp_path, "next", *more), timeout=60)
     assert 0 not in refused.codes
     assert "decoder.layers." in refused.errors[0] and "Traceback" not in refused.text
+
+
+def drawn(output: list[str]) -> list[list[str]]:
+    """By rank, what ``draws_random_numbers`` printed."""
+    return [[line for line in text.splitlines() if line.startswith("drew")] for text in output]
+
+
+def test_each_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:
+    hook = injection.draws_random_numbers
+    whole = drawn(run_job(2, saving(tmp_path, "whole"), hook=hook, timeout=60).check().output)
+    assert whole[0] != whole[1]
+    argv = saving(tmp_path, "parts", "--save-interval=1")
+    first = drawn(run_job(2, [*argv, "--exit-interval=3"], hook=hook, timeout=60).check().output)
+    fresh = ["--no-load-rng", "--ckpt-step=3", f"--save={tmp_path}/elsewhere"]
+    other = drawn(run_job(2, [*argv, *fresh], hook=hook, timeout=60).check().output)
+    # On another number of ranks each starts from (seed, iteration, rank): twice the same.
+    more = [f"--save={tmp_path}/elsewhere", "--ckpt-step=3"]
+    four = [drawn(run_job(4, [*argv, *more], hook=hook).check().output) for _ in range(2)]
+    rest = drawn(run_job(2, argv, hook=hook, timeout=60).check().output)
+    assert [a + b for a, b in zip(first, rest, strict=True)] == whole
+    assert other != rest
+    assert four[0] == four[1] and len({str(draws) for draws in four[0]}) == 4

@@ -91,7 +91,7 @@ def write_checkpoint(
             directory.write_checksums(saving, files)
             directory.publish(root, iteration)
             directory.write_pointer(root, iteration)
-            directory.prune(root, keep)
+            directory.prune(root, keep, iteration)
 
         _on_first(finish, group, f"completing {saving}")
     except CheckpointError:

@@ -160,17 +160,18 @@ def latest_iteration(root: Path) -> tuple[int | None, str | None]:
     return newest, f"{pointer} says {text!r}, which is no whole checkpoint here; {found}"
 
 
-def prune(root: Path, keep: int) -> list[int]:
+def prune(root: Path, keep: int, latest: int) -> list[int]:
     """Remove all but the ``keep`` newest whole checkpoints (0: keep all); returns what went.
 
-    Broken folders older than the newest whole checkpoint go too. The newest whole checkpoint
-    always stays.
+    Counted from ``latest`` backwards, which always stays. Newer ones, left by a run that was
+    set back with ``--ckpt-step``, are neither counted nor removed. Broken folders older than
+    ``latest`` go too.
     """
-    whole = complete_iterations(root)
-    if keep <= 0 or not whole:
+    if keep <= 0:
         return []
-    kept = set(whole[-keep:])
-    gone = [i for i in all_iterations(root) if i not in kept and i < whole[-1]]
+    whole = [i for i in complete_iterations(root) if i < latest]
+    kept = set(whole[-(keep - 1) :]) if keep > 1 else set()
+    gone = [i for i in all_iterations(root) if i < latest and i not in kept]
     for iteration in gone:
         folder = iteration_folder(root, iteration)
         # Without its checksums the folder is no checkpoint: a kill in between can't mislead.
