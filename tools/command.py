@@ -56,10 +56,23 @@ class _Refuse(argparse.Action):
         raise AssertionError("error() leaves")
 
 
+def cores() -> int:
+    """How many processes may run at once here (a batch job may own a part of its node)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def handle_signals(handler: Any) -> None:
+    """Set what SIGTERM, SIGINT and SIGHUP do; one that is ignored (nohup) stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Run a command and leave with its exit code; user errors become one line."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _end)
+    handle_signals(_end)
     try:
         code = command() or 0
         sys.stdout.flush()
@@ -76,6 +89,5 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for other in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)  # cleaning up is not interrupted again
+    handle_signals(signal.SIG_IGN)  # cleaning up is not interrupted again
     raise Ended(number)

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 from megatron.core.datasets.preprocessing.pipeline import PreprocessSettings, preprocess
 from megatron.core.datasets.preprocessing.shares import Share
 from megatron.core.tokenizers import TOKENIZER_TYPES, build_tokenizer
-from tools.command import Parser, run
+from tools.command import Parser, cores, run
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         skip_bad_lines=args.skip_bad_lines,
-        workers=args.workers or len(os.sched_getaffinity(0)),
+        workers=cores() if args.workers is None else args.workers,
         share=Share(args.shard_index, args.num_shards),
     )
     factory = functools.partial(

@@ -24,7 +24,7 @@ from megatron.core.tokenizers.sentencepiece_training import (
     train_sentencepiece,
     write_model,
 )
-from tools.command import Parser, run
+from tools.command import Parser, cores, handle_signals, run
 
 
 def main() -> int:
@@ -41,14 +41,13 @@ def main() -> int:
         eod_piece=args.eod_piece,
         user_defined_symbols=tuple(args.user_defined_symbols),
         sample_bytes=args.sample_bytes,
-        threads=args.workers or len(os.sched_getaffinity(0)),
+        threads=cores() if args.workers is None else args.workers,
         seed=args.seed,
     )
     texts = read_texts(args.input, tuple(args.json_keys), args.skip_bad_lines, _log)
     pieces = draw_sample(texts, settings.sample_bytes, settings.seed)
     _log(f"training on {sum(map(len, pieces)) / 1e6:,.2f} M characters")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # nothing is half written; the library can't stop
+    handle_signals(signal.SIG_DFL)  # nothing is half written, and the library can't be stopped
     model = train_sentencepiece(pieces, settings)
     path = args.output_prefix + ".model"
     write_model(model, path)

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import gzip
+import importlib
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ from megatron.core.datasets.preprocessing.pipeline import (
     preprocess,
 )
 from megatron.core.tokenizers import build_tokenizer
+from tools.command import run
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = functools.partial(build_tokenizer, "ByteTokenizer")
 
@@ -86,7 +90,7 @@ def run_preprocess(
 def read_texts(prefix: Path | str) -> list[str]:
     """The documents of a pair made with bytes."""
     dataset = IndexedDataset(prefix)
-    return [np.asarray(ids).astype(np.uint8).tobytes().decode() for ids in dataset]
+    return [np.asarray(ids).astype(np.uint8).tobytes().decode() for ids in dataset[:]]
 
 
 def pair_bytes(prefix: Path | str) -> tuple[bytes, bytes]:
@@ -106,6 +110,23 @@ class Done:
 def command(name: str, *arguments: Any) -> list[str]:
     """A tool's command line."""
     return [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
+
+
+def run_here(capsys: Any, name: str, *arguments: Any) -> Done:
+    """Run a tool inside this process (its worker processes are real): no start-up to wait for."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    argv, sys.argv = sys.argv, [name, *map(str, arguments)]
+    capsys.readouterr()
+    try:
+        run(importlib.import_module(f"tools.{name.removesuffix('.py')}").main)
+    except SystemExit as end:
+        out, err = capsys.readouterr()
+        return Done(int(end.code or 0), out, err)
+    finally:
+        sys.argv = argv
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    raise AssertionError("a command always leaves")
 
 
 def run_tool(name: str, *arguments: Any, timeout: float = 120, **options: Any) -> Done:

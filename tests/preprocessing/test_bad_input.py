@@ -1,6 +1,7 @@
 """A table of things that go wrong: exit code, what the message names, and its cure.
 
-Each case runs the command. No message may be a traceback, and nothing may be left behind.
+Each case runs the command (its worker is a real process). No message may be a traceback, and
+nothing may be left behind.
 """
 
 import gzip
@@ -14,6 +15,7 @@ import pytest
 
 from tests.preprocessing.corpora import (
     read_texts,
+    run_here,
     run_preprocess,
     run_tool,
     write_jsonl,
@@ -171,6 +173,14 @@ CASES: dict[str, tuple[Callable[[Path], Arguments], int, str]] = {
         r"p.parquet: row 1 \(counted from 0\): null: 'text' is null",
     ),
     "broken dataset folder": (lambda f: ["--input", _broken_dataset(f)], 1, "can't load it"),
+    "texts beside data": (
+        lambda f: ["--input", str(Path(_good(f)).parent), _file(f, "README.md", b"read me")],
+        1,
+        r"holds data files \(.*good.jsonl\) and others \(.*README.md\); say what to read with a "
+        r"pattern: --input '.*jsonl'",
+    ),
+    "pipe": (lambda f: ["--input", "/dev/null"], 1, "/dev/null: not a regular file"),
+    "left over": (lambda f: ["--input", _file(f, "a.bin.partial", b"x")], 1, "not raw text"),
     "token files": (lambda f: ["--input", _file(f, "a.bin", b"x")], 1, "a.bin: not raw text"),
     "text with two keys": (
         lambda f: ["--input", _file(f, "a.txt", b"x"), "--json-keys", "a", "b"],
@@ -257,12 +267,13 @@ CASES: dict[str, tuple[Callable[[Path], Arguments], int, str]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_bad_input(name: str, tmp_path: Path) -> None:
+def test_bad_input(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, code, message = CASES[name]
     arguments = make(tmp_path)
     output = tmp_path / "out"
     given = ["--output-prefix", str(output / "o")]
-    done = run_tool("preprocess_data.py", *given, *BYTES, "--workers", "1", *arguments)
+    flags = (*given, *BYTES, "--workers", "1", *arguments)
+    done = run_here(capsys, "preprocess_data.py", *flags)
     assert done.code == code, done
     assert "Traceback" not in done.err
     last = [line for line in done.err.splitlines() if "error: " in line]
@@ -270,6 +281,17 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
     assert re.search(message, last[0]), last[0]
     assert not output.exists() or os.listdir(output) == []
     assert done.out == ""
+
+
+def test_the_real_command(tmp_path: Path) -> None:
+    """One of the table as a user runs it."""
+    path = _file(tmp_path, "a.jsonl", b'{"text": null}')
+    done = run_tool(
+        "preprocess_data.py", "--input", path, "--output-prefix", tmp_path / "o", *BYTES
+    )
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
 
 
 def test_the_table_is_long_enough() -> None:
@@ -315,9 +337,16 @@ def test_unreadable_file(tmp_path: Path) -> None:
         ("train_tokenizer.py", ["--vocab-sise", "1"], 2, "did you mean --vocab-size"),
     ],
 )
-def test_training(tool: str, arguments: Arguments, code: int, message: str, tmp_path: Path) -> None:
+def test_training(
+    tool: str,
+    arguments: Arguments,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path, prefix = _good(tmp_path), tmp_path / "out" / "t"
-    done = run_tool(tool, "--input", path, "--output-prefix", prefix, *arguments)
+    done = run_here(capsys, tool, "--input", path, "--output-prefix", prefix, *arguments)
     assert done.code == code, done.err
     assert message in done.err
     assert "Traceback" not in done.err

@@ -109,6 +109,23 @@ def test_signals_end_it_cleanly(run: Run, number: signal.Signals, code: int) -> 
     assert run.names() == set()
 
 
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    """A signal that was ignored at the start stays ignored."""
+    path = write_jsonl(tmp_path / "a.jsonl", documents(500, longest=1000) * 8)
+    process = subprocess.Popen(
+        command(
+            "preprocess_data.py", "--input", path, "--output-prefix", tmp_path / "o",
+            "--tokenizer-type", "ByteTokenizer", "--workers", 1,
+        ),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    for _ in range(5):
+        time.sleep(0.1)
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0
+
+
 def test_killed_main_leaves_no_orphan(run: Run, corpus: Path, whole: tuple[bytes, bytes]) -> None:
     run.process.kill()
     assert run.ended()[0] == -signal.SIGKILL

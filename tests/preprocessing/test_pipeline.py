@@ -59,7 +59,7 @@ def test_real_text_comes_back(kind: str, model: object, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(kind, model_path)
     dataset = IndexedDataset(tmp_path / "out_text_document", vocab_size=tokenizer.vocab_size)
     assert len(dataset) == len(texts)
-    for tokens, text in zip(dataset, texts):
+    for tokens, text in zip(dataset[:], texts):
         assert tokens[-1] == tokenizer.eod
         assert tokenizer.detokenize(tokens[:-1]) == text
 
@@ -143,7 +143,7 @@ def test_type_from_the_largest_possible_id(size: int, dtype: str, tmp_path: Path
     report, _ = run_preprocess(path, tmp_path / "out", null(size))
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert (report.dtype, dataset.dtype) == (dtype, np.dtype(dtype))
-    assert [list(ids) for ids in dataset] == [[1, 2, 3], [size - 1]]
+    assert [list(ids) for ids in dataset[:]] == [[1, 2, 3], [size - 1]]
 
 
 def test_odd_characters(tmp_path: Path) -> None:

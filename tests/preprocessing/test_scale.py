@@ -55,7 +55,7 @@ def test_sixteen_megabytes(kind: str, tmp_path: Path) -> None:
     model = KINDS[kind]()  # type: ignore[operator]
     small, large = (_seconds(kind, model, _long(16), n) for n in (160, 1))
     print(kind, f"{16 / small:.2f} MB/s in 100 KB documents, {16 / large:.2f} in one")
-    assert large < 2 * small, (small, large)
+    assert large < 2 * small + 0.1, (small, large)
 
 
 def test_sixteen_megabytes_through_the_pipeline(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ class TrainingSettings:
             raise TokenizerError(
                 f"--character-coverage {self.character_coverage} must be above 0.5, at most 1"
             )
-        if self.sample_bytes < 1:
-            raise TokenizerError(f"--sample-bytes {self.sample_bytes} must be at least 1")
+        for flag, value in (("--sample-bytes", self.sample_bytes), ("--workers", self.threads)):
+            if value < 1:
+                raise TokenizerError(f"{flag} {value} must be at least 1")
         if not self.eod_piece or self.eod_piece in ("<unk>", "<s>", *self.user_defined_symbols):
             raise TokenizerError(f"--eod-piece {self.eod_piece!r} must be a name of its own")
 

@@ -9,7 +9,9 @@ file is, its suffix says (a ``.gz`` or ``.zst`` on top is taken off first):
 * a folder written by ``datasets``: its rows
 * anything else: a text file, one document
 
-Files and folders inside a folder whose names start with a dot are left out.
+Inside a folder, names that start with a dot are left out (as are Spark's ``_SUCCESS`` and
+``_metadata``), and a mixture of data files and others is refused: a README beside parquet files
+is no document, and a stray JSON file among texts no corpus.
 """
 
 import glob
@@ -27,6 +29,7 @@ from megatron.core.datasets.preprocessing.units import Source
 
 _JSONL = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
+_NO_DATA = frozenset(("_SUCCESS", "_metadata", "_common_metadata"))
 
 
 def natural_key(text: str) -> list[tuple[int, int | str]]:
@@ -44,13 +47,12 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
     found: list[str] = []
     for given in inputs:
         for path in _expand(given):
-            files = _files_under(path, ()) if os.path.isdir(path) else [path]
-            if not files:
-                raise CorpusError(f"--input {path}: the folder has no files")
-            found.extend(files)
+            found.extend(_folder(path) if os.path.isdir(path) else [path])
     for path in found:
         if not os.access(path, os.R_OK):
             raise CorpusError(f"--input {path}: no permission to read it")
+        if not (os.path.isfile(path) or os.path.isdir(path)):
+            raise CorpusError(f"--input {path}: not a regular file (pipes can't be read twice)")
     return found
 
 
@@ -64,7 +66,7 @@ def open_sources(paths: Sequence[str], keys: tuple[str, ...]) -> list[Source]:
     texts: list[str] = []
     for path in paths:
         name = compression.inner_name(path).lower()
-        if not os.path.isdir(path) and not name.endswith(_JSONL + _PARQUET):
+        if not _is_data(path):
             _check_text(path, keys)
             texts.append(path)
             continue
@@ -88,7 +90,7 @@ def _open(path: str, name: str, keys: tuple[str, ...]) -> Source:
 
 
 def _check_text(path: str, keys: tuple[str, ...]) -> None:
-    if path.endswith((".bin", ".idx", ".arrow")):
+    if path.endswith((".bin", ".idx", ".arrow", ".partial")):
         raise CorpusError(
             f"--input {path}: not raw text; give jsonl, parquet, text files or a dataset folder"
         )
@@ -110,6 +112,26 @@ def _expand(given: str) -> list[str]:
     raise CorpusError(f"--input {given}: no such file or folder")
 
 
+def _folder(path: str) -> list[str]:
+    files = _files_under(path, ())
+    if not files:
+        raise CorpusError(f"--input {path}: the folder has no files")
+    data = [file for file in files if _is_data(file)]
+    if data and len(data) < len(files):
+        other = next(file for file in files if not _is_data(file))
+        suffix = os.path.splitext(compression.inner_name(data[0]))[1]
+        raise CorpusError(
+            f"--input {path}: the folder holds data files ({data[0]}) and others ({other}); say "
+            f"what to read with a pattern: --input '{os.path.join(path, '**', '*' + suffix)}'"
+        )
+    return files
+
+
+def _is_data(path: str) -> bool:
+    name = compression.inner_name(path).lower()
+    return os.path.isdir(path) or name.endswith(_JSONL + _PARQUET)
+
+
 def _files_under(folder: str, above: tuple[str, ...]) -> list[str]:
     """Files and dataset folders, depth first, in natural order."""
     real = os.path.realpath(folder)
@@ -119,7 +141,7 @@ def _files_under(folder: str, above: tuple[str, ...]) -> list[str]:
         return [folder]
     found: list[str] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: natural_key(entry.name)):
-        if entry.name.startswith("."):
+        if entry.name.startswith(".") or entry.name in _NO_DATA:
             continue
         if entry.is_dir():
             found.extend(_files_under(entry.path, (*above, real)))

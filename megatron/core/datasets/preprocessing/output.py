@@ -175,6 +175,6 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for number in held:
             os.kill(os.getpid(), number)

@@ -127,7 +127,7 @@ def preprocess(
                 totals = _write(pool.encode(units_of(parts)), writer, progress, facts, log)
             finally:
                 progress.close()
-            _check_something(settings, writer, totals, log)
+            _check_not_empty(settings, writer, totals, log)
             writer.finish(facts.vocab_size)
     return dataclasses.replace(
         totals,
@@ -176,7 +176,7 @@ def _write(
     return totals
 
 
-def _check_something(
+def _check_not_empty(
     settings: PreprocessSettings, writer: CorpusWriter, totals: Report, log: Callable[[str], None]
 ) -> None:
     empty = [key for key, count in zip(settings.keys, writer.documents) if not count]
