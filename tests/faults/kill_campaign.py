@@ -94,6 +94,7 @@ class Campaign:
             f"--context-schedule={schedule}",
             f"--data-path={self._folder}/corpus",
             "--split=80,20,0",
+            "--num-attention-heads=4",
             "--hidden-dropout=0.1",
             "--eval-iters=1",
             "--eval-interval=3",
