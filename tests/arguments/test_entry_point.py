@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.arguments.good import command_line
-from tests.arguments.test_wrong_configurations import WRONG
+from tests.arguments.test_wrong_configurations import WRONG, processor_seconds
 
 ROOT = Path(__file__).parents[2]
 CASES = (
@@ -26,7 +25,7 @@ CASES = (
 
 def start(argv, world):
     environ = dict(os.environ, RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0")
-    began = time.monotonic()
+    began = processor_seconds()
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *argv],
         cwd=ROOT,
@@ -35,7 +34,7 @@ def start(argv, world):
         text=True,
         timeout=60,
     )
-    return done, time.monotonic() - began
+    return done, processor_seconds() - began
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -135,27 +135,50 @@ def read_index(idx_path: str, bin_path: str) -> Index:
     """
     data = map_file(idx_path)
     dtype, sequences, documents = _read_header(idx_path, data)
-    offsets = np.cumsum([HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * documents])
-    if len(data) != offsets[-1]:
-        extra = len(data) - int(offsets[-1])
-        hint = "cut short: write it again"
-        if extra > 0:
-            hint = "too long"
-            if extra == sequences:
-                hint = "too long by one byte a sequence: multimodal files are not supported"
-        raise DatasetError(
-            f"{idx_path}: {len(data)} bytes, but {sequences} sequences and {documents - 1} "
-            f"documents need {offsets[-1]} ({hint})"
-        )
+    offsets = _array_offsets(idx_path, len(data), sequences, documents)
     index = Index(
         dtype,
-        np.frombuffer(data, "<i4", sequences, int(offsets[0])),
-        np.frombuffer(data, "<i8", sequences, int(offsets[1])),
-        np.frombuffer(data, "<i8", documents, int(offsets[2])),
+        np.frombuffer(data, "<i4", sequences, offsets[0]),
+        np.frombuffer(data, "<i8", sequences, offsets[1]),
+        np.frombuffer(data, "<i8", documents, offsets[2]),
     )
     _check_index(idx_path, index)
     _check_bin_size(idx_path, bin_path, index)
     return index
+
+
+def check_header(idx_path: str) -> None:
+    """The quick part of :func:`read_index`: the header, and whether the file has its length.
+
+    Reads a few bytes, whatever the size of the file.
+
+    Raises:
+        DatasetError: as :func:`read_index`.
+    """
+    data = map_file(idx_path)
+    _, sequences, documents = _read_header(idx_path, data)
+    _array_offsets(idx_path, len(data), sequences, documents)
+
+
+def _array_offsets(
+    path: str, size: int, sequences: int, documents: int
+) -> tuple[int, int, int, int]:
+    """Where the three arrays start and the last one ends; refuses a file of another size."""
+    lengths = HEADER_BYTES
+    pointers = lengths + 4 * sequences
+    firsts = pointers + 8 * sequences
+    end = firsts + 8 * documents
+    if size != end:
+        hint = "cut short: write it again"
+        if size > end:
+            hint = "too long"
+            if size - end == sequences:
+                hint = "too long by one byte a sequence: multimodal files are not supported"
+        raise DatasetError(
+            f"{path}: {size} bytes, but {sequences} sequences and {documents - 1} "
+            f"documents need {end} ({hint})"
+        )
+    return lengths, pointers, firsts, end
 
 
 def map_file(path: str) -> mmap.mmap | bytes:

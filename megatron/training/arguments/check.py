@@ -11,6 +11,7 @@ from megatron.core.config import RunConfig
 from megatron.core.context_extension import Stage, StageDefaults
 from megatron.core.context_extension.schedule_file import load_yaml, read_stages
 from megatron.training.arguments import resolve
+from megatron.training.arguments.no_effect import settings_without_effect
 from megatron.training.arguments.parser import parse_command_line
 from megatron.training.arguments.rules import batch, checkpoint, data, model, optimizer, parallel
 from megatron.training.arguments.rules.facts import Facts
@@ -127,6 +128,7 @@ def _notes(config: RunConfig, stages: Sequence[Stage], ranks_per_node: int) -> l
                     f"--{key.replace('_', '-')} {getattr(training, key)} is the length of those "
                     "stages that give none, not of the run"
                 )
+    notes += settings_without_effect(config, stages)
     if config.data.data_cache_path is not None:
         notes.append(
             f"--data-cache-path {config.data.data_cache_path} stays unused: the order of documents "

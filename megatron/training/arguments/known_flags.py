@@ -16,6 +16,7 @@ ALWAYS_ON: dict[str, str] = {
     "--ckpt-fully-parallel-save": "every rank always writes its own part",
     "--ckpt-fully-parallel-load": "every rank always reads its own part",
     "--calculate-per-token-loss": "the loss is always per token of the global batch",
+    "--cross-entropy-loss-fusion": "head and loss are always computed together, in chunks",
     "--accumulate-allreduce-grads-in-fp32": "gradients are always reduced in fp32",
     "--attention-softmax-in-fp32": "softmax always runs in fp32",
     "--use-flash-attn": "attention always runs in blocks; choose with --attention-backend",
@@ -54,6 +55,12 @@ _SAMPLES = "the learning rate counts steps; use the flag that ends in -iters"
 _EVEN_STAGES = "pipeline stages have equal numbers of layers; make --num-layers divisible"
 _NO_OFFLOAD = "nothing is offloaded to the CPU; use --recompute-granularity full"
 _LOSS_SCALE = "there is no fp16 and no loss scaling; use --bf16"
+_LOGGED = "what is logged is fixed: see --metrics-file and --tensorboard-dir; remove it"
+_OVERLAP = "how communication overlaps is fixed; remove it"
+_GC = "Python's garbage collector is left alone; remove it"
+_PROFILE = "run under torch.profiler or nsys instead"
+_ONE_FORMAT = "checkpoints have one format and are always checked; remove it"
+_GRAPHS = "there are no CUDA graphs; remove it"
 
 UNSUPPORTED: dict[str, str] = {
     "--fp16": "fp16 needs loss scaling, which isn't built; use --bf16",
@@ -88,7 +95,8 @@ UNSUPPORTED: dict[str, str] = {
     "--end-weight-decay": "weight decay is constant; use --weight-decay",
     "--weight-decay-incr-style": "weight decay is constant; use --weight-decay",
     "--use-rotary-position-embeddings": "use --position-embedding-type rope",
-    "--no-position-embedding": "use --position-embedding-type none",
+    "--no-position-embedding": "it only drops the learned table; use --position-embedding-type "
+    "rope, or none for no positions at all, and remove it",
     "--use-rope-scaling": "use --rope-scaling-type llama3 --original-max-position-embeddings 8192",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling-type linear and "
     "--rope-scaling-factor",
@@ -137,7 +145,76 @@ UNSUPPORTED: dict[str, str] = {
     "--log-params-norm": "the gradient norm is logged; remove it",
     "--log-num-zeros-in-grad": "the gradient norm is logged; remove it",
     "--timing-log-level": "use --metrics-file, which has the times of each step",
-    "--profile": "run under torch.profiler or nsys instead",
+    "--timing-log-option": "use --metrics-file, which has the times of each step",
+    "--profile": _PROFILE,
+    "--use-pytorch-profiler": _PROFILE,
+    "--record-memory-history": _PROFILE,
+    "--memory-snapshot-path": _PROFILE,
+    "--log-timers-to-tensorboard": _LOGGED,
+    "--log-batch-size-to-tensorboard": _LOGGED,
+    "--log-validation-ppl-to-tensorboard": _LOGGED,
+    "--log-memory-to-tensorboard": _LOGGED,
+    "--log-world-size-to-tensorboard": _LOGGED,
+    "--log-loss-scale-to-tensorboard": _LOGGED,
+    "--no-log-loss-scale-to-tensorboard": _LOGGED,
+    "--no-log-learnig-rate-to-tensorboard": _LOGGED,
+    "--tensorboard-log-interval": "use --log-interval",
+    "--tensorboard-queue-size": _LOGGED,
+    "--log-progress": _LOGGED,
+    "--log-straggler": _LOGGED,
+    "--log-energy": _LOGGED,
+    "--logging-level": _LOGGED,
+    "--enable-one-logger": _LOGGED,
+    "--no-one-logger": _LOGGED,
+    "--wandb-entity": "set the variable WANDB_ENTITY",
+    "--manual-gc": _GC,
+    "--manual-gc-interval": _GC,
+    "--no-manual-gc-eval": _GC,
+    "--empty-unused-memory-level": "the allocator's cache is left alone; remove it",
+    "--dist-ckpt-strictness": _ONE_FORMAT,
+    "--async-strategy": "use --async-save",
+    "--use-persistent-ckpt-worker": "use --async-save",
+    "--no-ckpt-fully-parallel-save": "every rank always writes its own part; remove it",
+    "--ckpt-assume-constant-structure": _ONE_FORMAT,
+    "--load-model-opt-format": _ONE_FORMAT,
+    "--save-retain-interval": "use --keep-checkpoints",
+    "--use-checkpoint-args": "the command line always says what the model is; give its flags",
+    "--use-mp-args-from-checkpoint-args": "any layout reads any checkpoint; remove it",
+    "--grad-reduce-in-bf16": "gradients are always reduced in fp32; remove it",
+    "--defer-embedding-wgrad-compute": _OVERLAP,
+    "--wgrad-deferral-limit": _OVERLAP,
+    "--delay-wgrad-compute": _OVERLAP,
+    "--align-param-gather": _OVERLAP,
+    "--no-align-param-gather": _OVERLAP,
+    "--no-align-grad-reduce": _OVERLAP,
+    "--no-delay-grad-reduce": _OVERLAP,
+    "--no-overlap-p2p-communication": _OVERLAP,
+    "--overlap-p2p-communication": _OVERLAP,
+    "--overlap-p2p-communication-warmup-flush": _OVERLAP,
+    "--overlap-param-gather-with-optimizer-step": _OVERLAP,
+    "--no-scatter-gather-tensors-in-pipeline": _OVERLAP,
+    "--use-ring-exchange-p2p": _OVERLAP,
+    "--nccl-communicator-config-path": "set NCCL's variables; see examples/slurm/pretrain.sbatch",
+    "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
+    "--disable-gloo-process-groups": "one backend serves all groups; see --distributed-backend",
+    "--legacy-tokenizer": "there is one tokenizer system; remove it",
+    "--tiktoken-num-special-tokens": "they come with the tokenizer; see --tokenizer-model",
+    "--tiktoken-special-tokens": "they come with the tokenizer; see --tokenizer-model",
+    "--no-mmap-bin-files": "token files are always mapped; remove it",
+    "--mid-level-dataset-surplus": "nothing is built ahead; remove it",
+    "--full-validation": "use --eval-iters",
+    "--multiple-validation-sets": "use --valid-data-path with one blend",
+    "--train-sync-interval": "steps are never synchronised by force; remove it",
+    "--check-weight-hash-across-dp-replicas-interval": "use --rerun-check-interval",
+    "--embedding-init-method-std": "all weights start from --init-method-std",
+    "--init-method-xavier-uniform": "all weights start from --init-method-std",
+    "--layernorm-epsilon": "use --norm-epsilon",
+    "--te-rng-tracker": _GRAPHS,
+    "--enable-cuda-graph": _GRAPHS,
+    "--external-cuda-graph": _GRAPHS,
+    "--use-legacy-models": "there is one model implementation; remove it",
+    "--yaml-cfg": "give flags; stages go into --context-schedule",
+    "--adlr-autoresume": "use --exit-signal-handler and Slurm's requeue",
     "--no-check-for-nan-in-loss-and-grad": "non-finite steps are skipped; see "
     "--max-skipped-iterations",
     "--spec": "there is one layer; choose its parts by flags",
@@ -159,6 +236,11 @@ UNSUPPORTED_PREFIXES: dict[str, str] = {
     "--hybrid-": "all layers are attention and MLP; remove it",
     "--mamba-": "all layers are attention and MLP; remove it",
     "--inference-": "there is no inference server; remove it",
+    "--profile-": _PROFILE,
+    "--cuda-graph-": _GRAPHS,
+    "--ddp-": _OVERLAP,
+    "--straggler-": _LOGGED,
+    "--fim-": "documents are trained on as they are; remove it",
     "--tp-comm-": "tensor-parallel communication isn't overlapped by user buffers; remove it",
     "--cpu-offloading": _NO_OFFLOAD,
     "--ckpt-convert-": "checkpoints have one format; remove it",
@@ -167,6 +249,19 @@ UNSUPPORTED_PREFIXES: dict[str, str] = {
     "--enable-ft-": "use --exit-signal-handler and Slurm's requeue",
     "--mla-": "there is no latent attention; use --group-query-attention",
 }
+
+
+RENAMED_VALUES: dict[tuple[str, str], str] = {
+    ("--tokenizer-type", "Llama2Tokenizer"): "SentencePieceTokenizer",
+    ("--tokenizer-type", "GPTSentencePieceTokenizer"): "SentencePieceTokenizer",
+    ("--tokenizer-type", "GPT2BPETokenizer"): "HuggingFaceTokenizer",
+    ("--tokenizer-type", "Llama3Tokenizer"): "HuggingFaceTokenizer or TikTokenizer",
+    ("--position-embedding-type", "yarn"): "rope with --rope-scaling-type yarn",
+    ("--attention-backend", "fused"): "cudnn",
+    ("--attention-backend", "unfused"): "reference",
+    ("--attention-backend", "local"): "reference",
+}
+"""(flag, Megatron's value) -> what it is called here."""
 
 
 def unsupported(flag: str) -> str | None:

@@ -143,10 +143,9 @@ def _read_item(kind: type, text: str, info: FlagInfo, name: str) -> Any:
     if kind is float:
         return read_float(text)
     if info.choices and text not in info.choices:
-        raise ValueError(
-            f"{text!r} is not a choice{suggestion(text, info.choices)} "
-            f"(choices: {', '.join(info.choices)})"
-        )
+        renamed = known_flags.RENAMED_VALUES.get((flag_name(name), text))
+        hint = f"; use {renamed}" if renamed else suggestion(text, info.choices)
+        raise ValueError(f"{text!r} is not a choice{hint} (choices: {', '.join(info.choices)})")
     if not text and name not in _MAY_BE_EMPTY:
         raise ValueError("is empty; give a value or leave the flag out")
     return text

@@ -1,6 +1,7 @@
 """Rules of checkpoints and logging."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def saving(facts: Facts) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect without --save; add --save DIR"
-    elif checkpoint.save is not None and Path(checkpoint.save).exists():
-        if not Path(checkpoint.save).is_dir():
-            yield f"--save {checkpoint.save} is a file; give a folder"
+    elif checkpoint.save is not None and Path(checkpoint.save).is_file():
+        yield f"--save {checkpoint.save} is a file; give a folder"
+    elif checkpoint.save is not None and not facts.config.training.dry_run:
+        yield from _unwritable("--save", Path(checkpoint.save))
 
 
 def loading(facts: Facts) -> Iterator[str]:
@@ -51,6 +53,17 @@ def loading(facts: Facts) -> Iterator[str]:
         )
 
 
+def _unwritable(flag: str, path: Path) -> Iterator[str]:
+    """The nearest folder that exists on the way to ``path`` lets us write."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        yield f"{flag} {path} can't be made: {there} is a file; give a path below a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{flag} {path} can't be written: {there} is read-only for this user; give another"
+
+
 def _same(load: str, save: str | None) -> bool:
     return save is not None and Path(load).absolute() == Path(save).absolute()
 
@@ -61,8 +74,13 @@ def allowed_changes(facts: Facts) -> Iterator[str]:
 
 
 def logging(facts: Facts) -> Iterator[str]:
-    """Intervals and peaks are positive."""
+    """Intervals and peaks are positive, the metrics file can be written."""
     settings = facts.config.logging
+    file = settings.metrics_file
+    if file is not None and Path(file).is_dir():
+        yield f"--metrics-file {file} is a folder; give a file, e.g. {Path(file) / 'metrics.jsonl'}"
+    elif file is not None and not facts.config.training.dry_run:
+        yield from _unwritable("--metrics-file", Path(file).parent)
     if settings.log_interval < 1:
         yield f"--log-interval {settings.log_interval} must be at least 1; use 1 for every step"
     peak = settings.peak_tflops

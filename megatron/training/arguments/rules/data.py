@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.core.config.flags import flag_name
 from megatron.core.context_extension.schedule_file import read_upsampling
 from megatron.core.datasets.blend import parse_blend, parse_split
+from megatron.core.datasets.index_format import DatasetError, check_header
 from megatron.training.arguments.rules.facts import Facts
 
 _NEEDS_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer")
@@ -65,13 +66,24 @@ def blends(facts: Facts) -> Iterator[str]:
             yield str(error)
             continue
         for prefix in prefixes:
-            for end in (".bin", ".idx"):
-                if not Path(prefix + end).is_file():
-                    yield (
-                        f"{name} {prefix}: the file {prefix}{end} doesn't exist; give the prefix "
-                        "that tools/preprocess_data.py wrote, without .bin or .idx"
-                    )
-                    break
+            yield from _corpus(name, prefix)
+
+
+def _corpus(name: str, prefix: str) -> Iterator[str]:
+    """Both files of a corpus exist, and the index has a header and the size it says."""
+    for end in (".bin", ".idx"):
+        if not Path(prefix + end).is_file():
+            bare = prefix.removesuffix(".bin").removesuffix(".idx")
+            cure = f" (use {bare})" if bare != prefix else ""
+            yield (
+                f"{name} {prefix}: the file {prefix}{end} doesn't exist; give the prefix that "
+                f"tools/preprocess_data.py wrote, without .bin or .idx{cure}"
+            )
+            return
+    try:
+        check_header(prefix + ".idx")
+    except DatasetError as error:
+        yield f"{name} {prefix}: {error}; write it again with tools/preprocess_data.py"
 
 
 def split_shares(facts: Facts) -> Iterator[str]:
@@ -135,7 +147,7 @@ def loss_mask(facts: Facts) -> Iterator[str]:
     if facts.config.data.eod_mask_loss and kind in (None, "NullTokenizer"):
         yield (
             "--eod-mask-loss needs a tokenizer with an end-of-document token, and NullTokenizer "
-            "has none; remove it"
+            "has none; choose another --tokenizer-type or remove it"
         )
 
 

@@ -6,6 +6,8 @@ from megatron.core.config.flags import flag_name
 from megatron.core.context_extension import rope_frequencies, rotary_dim
 from megatron.training.arguments.rules.facts import Facts, near
 
+MAX_HEAD_DIM = 8192
+
 
 def required_sizes(facts: Facts) -> Iterator[str]:
     """The three sizes that have no default."""
@@ -83,6 +85,18 @@ def heads_divide_hidden(facts: Facts) -> Iterator[str]:
         )
 
 
+def head_size(facts: Facts) -> Iterator[str]:
+    """A head is of a size that can be meant."""
+    if facts.head_dim is not None and facts.head_dim > MAX_HEAD_DIM:
+        model = facts.config.model
+        given = (
+            f"--hidden-size {model.hidden_size} over --num-attention-heads {facts.heads}"
+            if model.kv_channels is None
+            else f"--kv-channels {model.kv_channels}"
+        )
+        yield f"{given}: heads of {facts.head_dim} are larger than {MAX_HEAD_DIM}; use e.g. 128"
+
+
 def groups_divide_heads(facts: Facts) -> Iterator[str]:
     """Each key/value head serves the same number of query heads."""
     model = facts.config.model
@@ -118,10 +132,18 @@ def rope_scaling(facts: Facts) -> Iterator[str]:
     model = facts.config.model
     if model.position_embedding_type != "rope" or facts.head_dim is None:
         return
+    if facts.head_dim > MAX_HEAD_DIM:
+        return
     try:
         dim = rotary_dim(facts.head_dim, model.rotary_percent)
     except ValueError:
         return
+    if model.rope_scaling_type is None and not facts.from_file:
+        if model.rope_scaling_factor != type(model).rope_scaling_factor:
+            yield (
+                f"--rope-scaling-factor {model.rope_scaling_factor:g} has no effect without "
+                "--rope-scaling-type; add that flag (Megatron's --use-rope-scaling is llama3)"
+            )
     if model.rope_scaling_type is not None and not facts.from_file:
         if model.rope_scaling_type == "longrope":
             yield (
@@ -252,6 +274,7 @@ RULES = (
     probabilities,
     positive_numbers,
     heads_divide_hidden,
+    head_size,
     groups_divide_heads,
     rotary_part,
     rope_scaling,
