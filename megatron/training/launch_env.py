@@ -69,7 +69,9 @@ def first_host(node_list: str) -> str:
     return f"{prefix}{first}{suffix or ''}"
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
     try:
         return int(environ[name])
     except ValueError:
@@ -78,7 +80,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     per_node = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
-    nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    named = [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if environ.get(name)]
+    nodes = _integer(environ, named[0]) if named else 1
     if per_node is None:
         if world_size % nodes:
             raise ValueError(
@@ -116,14 +119,13 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     environ = os.environ if environ is None else environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, world = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-        local = int(environ.get("LOCAL_RANK", rank))
         env = LaunchEnvironment(
             rank,
             world,
-            local,
-            int(environ.get("LOCAL_WORLD_SIZE", world)),
+            _integer(environ, "LOCAL_RANK", rank),
+            _integer(environ, "LOCAL_WORLD_SIZE", world),
             environ.get("MASTER_ADDR", "127.0.0.1"),
-            int(environ.get("MASTER_PORT", 29500)),
+            _integer(environ, "MASTER_PORT", 29500),
             "torchrun",
         )
     elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
@@ -131,18 +133,27 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         per_node = _slurm_ranks_per_node(environ, world)
         _check_slurm_devices(environ, per_node)
         nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        port = environ.get("MASTER_PORT")
+        port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
         env = LaunchEnvironment(
             _integer(environ, "SLURM_PROCID"),
             world,
-            int(environ.get("SLURM_LOCALID", 0)),
+            _integer(environ, "SLURM_LOCALID", 0),
             per_node,
             environ.get("MASTER_ADDR") or first_host(nodes),
-            int(port) if port else slurm_port(_integer(environ, "SLURM_JOB_ID")),
+            port or slurm_port(_integer(environ, "SLURM_JOB_ID")),
             "slurm",
         )
     else:
         env = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    if env.world_size < 1:
+        raise ValueError(
+            f"WORLD_SIZE={env.world_size} must be at least 1; unset it for one process"
+        )
     if not 0 <= env.rank < env.world_size:
-        raise ValueError(f"rank {env.rank} must lie in 0..{env.world_size - 1} (world size)")
+        raise ValueError(
+            f"rank {env.rank} must lie in 0..{env.world_size - 1} (world size {env.world_size}); "
+            "ranks count from 0"
+        )
+    if not 0 <= env.master_port <= 65535:
+        raise ValueError(f"MASTER_PORT={env.master_port} must lie in 1..65535; choose a free port")
     return env

@@ -289,6 +289,12 @@ WRONG = {
         1,
         ["--long-document-upsampling: 16384 must be MIN_TOKENS:WEIGHT"],
     ),
+    "upsampling twice": (
+        "",
+        "--long-document-upsampling 1e3:2 1000:3",
+        1,
+        ["--long-document-upsampling: 1000:3: this length is given twice"],
+    ),
     "save interval alone": ("", "--save-interval 5", 1, ["has no effect without --save"]),
     "save interval 0": (
         "",

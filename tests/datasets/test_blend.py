@@ -70,6 +70,7 @@ def test_upsampling_rules_are_parsed() -> None:
     ]
     assert [str(b) for b in buckets] == ["0-16384", "16384-65536", "65536+"]
     assert len(parse_upsampling(None)) == 1
+    assert [bucket.low for bucket in parse_upsampling(["1e3:2"])] == [0, 1000]
     for bad in ("16384", "x:2", "16384:x", "-5:2", "16384:-2", "16384:inf", ":2"):
         with pytest.raises(DatasetError, match="--long-document-upsampling"):
             parse_upsampling([bad])

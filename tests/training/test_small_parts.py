@@ -97,6 +97,21 @@ def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> N
         launch_environment(environ)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
+        ({"RANK": "2"}, "rank 2 must lie in 0..1"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' must be a whole number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must lie in 1..65535"),
+    ],
+)
+def test_wrong_torchrun_variables(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        launch_environment({"RANK": "0", "WORLD_SIZE": "2"} | changes)
+
+
 def test_first_signal_is_kept_and_second_kills() -> None:
     code = (
         "import os, signal, time\n"

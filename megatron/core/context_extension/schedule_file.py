@@ -154,7 +154,7 @@ def read_upsampling(value: Any) -> tuple[str, ...]:
     """``MIN_TOKENS:WEIGHT`` texts, from a list of them or a mapping, checked.
 
     Raises:
-        ValueError: for a part that isn't a length >= 1 and a weight > 0.
+        ValueError: for a part that isn't a length >= 1 and a weight > 0, or a length twice.
     """
     if isinstance(value, Mapping):
         value = [f"{length}:{weight}" for length, weight in value.items()]
@@ -162,11 +162,15 @@ def read_upsampling(value: Any) -> tuple[str, ...]:
         value = value.split()
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{value!r} must be a list such as [16384:2, 65536:4]")
+    seen: set[int] = set()
     for part in value:
         length, colon, weight = str(part).partition(":")
         if not colon or not _is_number(weight) or read_float(weight) <= 0:
             raise ValueError(f"{part} must be MIN_TOKENS:WEIGHT with a weight > 0, e.g. 16384:2")
-        _positive(length)
+        tokens = _positive(length)
+        if tokens in seen:
+            raise ValueError(f"{part}: this length is given twice; keep one")
+        seen.add(tokens)
     return tuple(str(part) for part in value)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from megatron.core.config.values import read_int
 from megatron.core.datasets.index_format import DatasetError
 
 PARTS = ("train", "valid", "test")
@@ -116,11 +117,14 @@ def parse_upsampling(rules: Sequence[str] | None) -> list[LengthBucket]:
     for rule in rules or ():
         low_text, _, weight_text = rule.partition(":")
         weight = _number(weight_text)
-        if not low_text.strip().isdecimal() or weight is None or not math.isfinite(weight):
+        try:
+            low = read_int(low_text)
+        except ValueError:
+            low = -1
+        if low < 0 or weight is None or not math.isfinite(weight):
             raise DatasetError(
                 f"--long-document-upsampling {rule} must be MIN_TOKENS:WEIGHT (e.g. 16384:2)"
             )
-        low = int(low_text)
         if low in seen or weight < 0:
             problem = "this length is given twice" if low in seen else "the weight must be >= 0"
             raise DatasetError(f"--long-document-upsampling {rule}: {problem}")
