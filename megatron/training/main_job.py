@@ -87,6 +87,7 @@ def _run(
     started: float,
     providers: "tuple[ModelProvider, DataProvider, LossProvider]",
 ) -> int:
+    import torch
     import torch.distributed as dist
 
     from megatron.core.parallel_state import destroy_model_parallel
@@ -109,11 +110,13 @@ def _run(
     except RendezvousError as error:
         print(f"pretrain: {error}", file=sys.stderr, flush=True)
         return 1
+    if not config.training.exit_signal_handler:
+        signals.give_up()
     watchdog = _watchdog(env, resolved.config.parallel.distributed_timeout_minutes * 60)
     try:
         code = _train(resolved, signals, started, tokenizer, device, watchdog, providers)
         watchdog.leaving()
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
         return code
     except Exception as error:
         return watchdog.conclude(error, USER_ERROR if isinstance(error, ValueError) else 1)

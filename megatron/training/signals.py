@@ -33,6 +33,12 @@ class ExitSignals:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
+    def give_up(self) -> None:
+        """Leave signals to the system (--no-exit-signal-handler), also one that came already."""
+        self.uninstall()
+        if self.received is not None:
+            os.kill(os.getpid(), self.received)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             signal.signal(number, signal.SIG_DFL)

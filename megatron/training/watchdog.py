@@ -90,7 +90,7 @@ class Watchdog:
             self._store.set("orders", json.dumps({"stacks": False, "verdict": None}))
             for rank in range(self._world):
                 self._store.set(f"beat/{rank}", json.dumps(Beat().to_json()))
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
         self._heard = time.monotonic()
         for thread in self._threads:
             thread.start()

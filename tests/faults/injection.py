@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,3 +187,13 @@ def draws_random_numbers(rank: int) -> None:
         return result
 
     loop.train_step = train_step
+
+
+def late(rank: int, *, victim: int) -> None:
+    """One rank's clock says that the job has run for two minutes."""
+    if rank != victim:
+        return
+    from megatron.training import loop
+
+    clock = SimpleNamespace(time=lambda: time.time() + 120, perf_counter=time.perf_counter)
+    loop.time = clock  # type: ignore[attr-defined]

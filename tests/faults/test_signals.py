@@ -82,7 +82,18 @@ def _slow_and_saves_slowly(hook: partial[None], rank: int) -> None:
 
 
 def test_signals_can_be_left_to_the_system(tmp_path: Path) -> None:
-    argv = saving(tmp_path, "run", "--exit-interval=4", "--save-interval=2")
-    result = run_job(2, argv, timeout=60).check(0)
-    assert "--exit-interval 4: leaving" in result.output[0]
-    assert latest_iteration(tmp_path / "run") == (4, None)
+    hook = partial(at_call, victim=0, action=injection.slow, last=1000)
+    argv = saving(tmp_path, "run", "--no-exit-signal-handler", "--train-iters=1000")
+    job = Job(2, argv, hook=hook)
+    job.wait_for("iteration      1/", seconds=60)
+    send(job, 1)
+    result = job.result(60)
+    assert result.codes == [1, -signal.SIGTERM], result.text
+    assert "rank 1 no longer answers" in result.errors[0]
+
+
+def test_a_time_limit_of_one_rank_saves_and_leaves_with_0(tmp_path: Path) -> None:
+    argv = saving(tmp_path, "run", "--exit-duration-in-mins=1")
+    result = run_job(2, argv, hook=partial(injection.late, victim=1), timeout=60).check(0)
+    assert "--exit-duration-in-mins 1: leaving" in result.output[0]
+    assert latest_iteration(tmp_path / "run") == (1, None)
