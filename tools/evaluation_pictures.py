@@ -83,7 +83,8 @@ def draw_grids(grids: Mapping[str, RetrievalGrid], path: Path, *, title: str) ->
         axes.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths])
         axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths])
         for (y, x), value in np.ndenumerate(values):
-            axes.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8)
+            colour = "black" if 0.15 < value < 0.85 else "white"
+            axes.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=9, color=colour)
         axes.set_xlabel("length (tokens)")
         axes.set_title(name, fontsize=10)
     panels[0][0].set_ylabel("depth of the key")
