@@ -112,7 +112,8 @@ def _run(
         return 1
     if not config.training.exit_signal_handler:
         signals.give_up()
-    watchdog = _watchdog(env, resolved.config.parallel.distributed_timeout_minutes * 60)
+    timeout_s = resolved.config.parallel.distributed_timeout_minutes * 60
+    watchdog = _watchdog(env, timeout_s, signals if config.training.exit_signal_handler else None)
     try:
         code = _train(resolved, signals, started, tokenizer, device, watchdog, providers)
         watchdog.leaving()
@@ -127,12 +128,13 @@ def _run(
             dist.destroy_process_group()
 
 
-def _watchdog(env: LaunchEnvironment, timeout_s: float) -> "Watchdog":
+def _watchdog(env: LaunchEnvironment, timeout_s: float, signals: ExitSignals | None) -> "Watchdog":
     from megatron.training.watchdog import LIMIT_SHARE, Watchdog, make_store
 
     faulthandler.enable()
     store = make_store(env.master_addr, LIMIT_SHARE * timeout_s)
-    return Watchdog(store, env.rank, env.world_size, timeout_s=timeout_s).start()
+    watchdog = Watchdog(store, env.rank, env.world_size, timeout_s=timeout_s, signals=signals)
+    return watchdog.start()
 
 
 def _train(

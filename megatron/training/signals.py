@@ -7,6 +7,7 @@ point installs it first. A second signal is meant: it gets the default, deadly t
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Final
 
@@ -14,6 +15,8 @@ REQUEUE_EXIT_CODE: Final = 99
 """Exit code of a run that saved because of a signal and wants to be started again."""
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+STUCK_SECONDS: Final = 2.0
+"""How long the main thread may take to act on a second signal."""
 
 
 class ExitSignals:
@@ -21,6 +24,8 @@ class ExitSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._pipe: tuple[int, int] | None = None
+        self._arrived: list[tuple[int, float]] = []
 
     def install(self) -> "ExitSignals":
         """Install the handler for SIGTERM and SIGUSR1; returns self."""
@@ -28,8 +33,35 @@ class ExitSignals:
             signal.signal(number, self._handle)
         return self
 
+    def notice_from_threads(self) -> None:
+        """Let other threads see signals while the main one is stuck outside of Python."""
+        self._pipe = os.pipe()
+        for descriptor in self._pipe:
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+
+    def overdue(self) -> int | None:
+        """The second signal, if the main thread hasn't died of it in time; for other threads.
+
+        Python runs handlers in the main thread alone, between its instructions: in a
+        communication that doesn't end, neither the first nor the second signal would do a thing.
+        """
+        if self._pipe is None:
+            return None
+        now = time.monotonic()
+        try:
+            numbers = os.read(self._pipe[0], 64)
+        except BlockingIOError:
+            numbers = b""
+        self._arrived += [(number, now) for number in numbers if number in _SIGNALS]
+        if len(self._arrived) > 1 and now - self._arrived[1][1] > STUCK_SECONDS:
+            return self._arrived[1][0]
+        return None
+
     def uninstall(self) -> None:
         """Give both signals their default treatment back."""
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.training.rerun_check import register_hook
+from megatron.training.signals import ExitSignals
 from megatron.training.stacks import BusyTime, main_frame, main_stack, waits_for_ranks
 from megatron.training.verdict import Beat, Failure, Judge, Verdict, is_consequence
 
@@ -61,10 +62,20 @@ class Watchdog:
     Args:
         store: shared by all ranks, and used by nothing else.
         timeout_s: ``--distributed-timeout-minutes`` in seconds.
+        signals: a second signal that the main thread can't act on ends the process from here.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        signals: ExitSignals | None = None,
+    ) -> None:
         self._store = store
+        self._signals = signals
         self._rank = rank
         self._world = world_size
         self._poll = min(0.5, timeout_s / 40)
@@ -92,6 +103,8 @@ class Watchdog:
                 self._store.set(f"beat/{rank}", json.dumps(Beat().to_json()))
         dist.all_reduce(torch.zeros(1))
         self._heard = time.monotonic()
+        if self._signals is not None:
+            self._signals.notice_from_threads()
         for thread in self._threads:
             thread.start()
         return self
@@ -200,6 +213,9 @@ class Watchdog:
         """Sample the main thread; act on what the talking thread found, or on its silence."""
         while not self._decided.wait(SAMPLE_SECONDS):
             self.busy.sample()
+            overdue = self._signals.overdue() if self._signals is not None else None
+            if overdue is not None:
+                os._exit(128 + overdue)
             silence = time.monotonic() - self._heard
             if self._found is None and silence > self._limit and not self._closing:
                 self._found = self._lost_the_first(f"silent for {silence:.0f} s")

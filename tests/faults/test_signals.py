@@ -11,7 +11,7 @@ import pytest
 from megatron.core.dist_checkpointing import latest_iteration
 from tests.faults import injection
 from tests.faults.injection import at_call
-from tests.faults.small import numbers, saving
+from tests.faults.small import SMALL, numbers, saving
 from tests.utils.jobs import Job, run_job
 
 
@@ -74,6 +74,22 @@ def test_a_second_signal_kills_and_the_others_name_the_rank(tmp_path: Path) -> N
     assert "rank 1 no longer answers" in result.errors[0], result.text
     iteration, _ = latest_iteration(tmp_path / "run")
     assert iteration is not None and iteration >= 2
+
+
+def test_a_second_signal_ends_a_rank_that_is_stuck_outside_of_python() -> None:
+    """Rank 0 waits for rank 1 in a collective, where no handler of Python's would run."""
+    hook = partial(at_call, victim=1, action=injection.stuck_on_purpose, first=3)
+    job = Job(2, SMALL, hook=hook)
+    job.wait_for("iteration      1/", seconds=60)
+    time.sleep(1)
+    for _ in range(2):
+        send(job, 0)
+        time.sleep(0.1)
+    job.processes[0].join(15)
+    code = job.processes[0].exitcode
+    job.kill()
+    job.result(10)
+    assert code in (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 def _slow_and_saves_slowly(hook: partial[None], rank: int) -> None:
