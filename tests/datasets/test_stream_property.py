@@ -47,6 +47,7 @@ class Stage:
     steps: int
     interruptions: tuple[int, ...]
     num_workers: int
+    window: int
 
     @property
     def rows(self) -> int:
@@ -70,6 +71,7 @@ def stages(draw: Any, packings: tuple[str, ...]) -> Stage:
         steps=steps,
         interruptions=tuple(draw(st.lists(st.integers(1, steps), max_size=2))),
         num_workers=draw(st.sampled_from([0, 0, 2])),
+        window=draw(st.sampled_from([1, 3, 10, 50])),
     )
 
 
@@ -95,6 +97,7 @@ def loaders_of(source: DocumentSource, state: Any, stage: Stage) -> list[BatchLo
             source,
             state,
             packing=stage.packing,
+            best_fit_window=stage.window,
             seq_length=stage.seq_length,
             micro_batch_size=stage.micro_batch_size,
             global_batch_size=stage.rows,
@@ -271,7 +274,7 @@ def test_concat_is_the_stream_in_order(
     run(lengths, weights, plan, seed, upsampling)
 
 
-@settings(max_examples=25, **SETTINGS)
+@settings(max_examples=40, **SETTINGS)
 @given(
     corpora(),
     st.lists(st.integers(1, 5), min_size=3, max_size=3),
@@ -335,7 +338,12 @@ def test_blends_may_change_between_stages(
             source = build_document_source(blend, seed=1)
             assert source is not None
             planner = RowPlanner(
-                source, state, packing=packing, seq_length=seq_length, global_batch_size=rows
+                source,
+                state,
+                packing=packing,
+                seq_length=seq_length,
+                global_batch_size=rows,
+                best_fit_window=20,
             )
             pieces = planner.next_rows().pieces
             for c, d, s, n in zip(pieces.corpus, pieces.document, pieces.start, pieces.length):
@@ -356,7 +364,7 @@ def test_blends_may_change_between_stages(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, **SETTINGS)
+@settings(max_examples=600, **SETTINGS)
 @given(
     corpora(),
     st.lists(st.integers(1, 5), min_size=3, max_size=3),

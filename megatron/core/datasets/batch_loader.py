@@ -26,6 +26,7 @@ import torch
 from megatron.core.datasets.document_source import DocumentSource
 from megatron.core.datasets.fragments import Fragments, PackedRows
 from megatron.core.datasets.index_format import DatasetError
+from megatron.core.datasets.packing import BEST_FIT_WINDOW
 from megatron.core.datasets.prefetch import Prefetcher
 from megatron.core.datasets.row_planner import DataPosition, RowPlanner
 from megatron.core.datasets.row_reader import RowReader, Share
@@ -131,7 +132,12 @@ class _Maker:
     """Makes steps: plans the rows of a global batch, reads this rank's part."""
 
     def __init__(
-        self, source: DocumentSource, state: dict[str, Any] | None, packing: str, rules: BatchRules
+        self,
+        source: DocumentSource,
+        state: dict[str, Any] | None,
+        packing: str,
+        window: int,
+        rules: BatchRules,
     ) -> None:
         self._rules = rules
         self._planner = RowPlanner(
@@ -140,6 +146,7 @@ class _Maker:
             packing=packing,
             seq_length=rules.seq_length,
             global_batch_size=rules.global_batch_size,
+            best_fit_window=window,
         )
         self._reader = RowReader(
             self._planner.corpora,
@@ -213,6 +220,7 @@ class BatchLoader:
         state: a position to continue from (another loader's ``state``); None: the start.
         seq_length: S, tokens of a row.
         packing: ``concat`` or ``best-fit``.
+        best_fit_window: documents that best-fit looks ahead.
         micro_batch_size: rows of a micro-batch.
         global_batch_size: rows of a step over all data-parallel ranks.
         dp_rank, dp_size: of the data-parallel axis.
@@ -234,6 +242,7 @@ class BatchLoader:
         state: dict[str, Any] | None = None,
         *,
         packing: str = "concat",
+        best_fit_window: int = BEST_FIT_WINDOW,
         num_workers: int = 0,
         **rules: Any,
     ) -> None:
@@ -242,6 +251,7 @@ class BatchLoader:
         if num_workers < 0:
             raise DatasetError(f"--num-workers {num_workers} must be at least 0")
         self._source, self._packing, self._num_workers = source, packing, num_workers
+        self._window = best_fit_window
         self.rules = BatchRules(**rules)
         self._start(state)
 
@@ -305,7 +315,7 @@ class BatchLoader:
 
     def _start(self, state: dict[str, Any] | None) -> None:
         self._process = os.getpid()
-        self._maker = _Maker(self._source, state, self._packing, self.rules)
+        self._maker = _Maker(self._source, state, self._packing, self._window, self.rules)
         self._position = self._maker.position()
         self._prefetcher = None
         self._finalizer = None

@@ -49,9 +49,17 @@ class Documents(Protocol):
 
 
 def pack_rows(
-    packing: str, documents: Documents, pending: Fragments, *, num_rows: int, seq_length: int
+    packing: str,
+    documents: Documents,
+    pending: Fragments,
+    *,
+    num_rows: int,
+    seq_length: int,
+    window: int = BEST_FIT_WINDOW,
 ) -> tuple[PackedRows, Fragments]:
     """Fill ``num_rows`` rows, first from ``pending``, then from the stream.
+
+    ``window`` is how many documents best-fit looks ahead.
 
     Returns:
         The rows, and the pieces that must come first in the next call.
@@ -62,7 +70,9 @@ def pack_rows(
     if packing == "concat":
         return pack_concat(documents, pending, num_rows=num_rows, seq_length=seq_length)
     if packing == "best-fit":
-        return pack_best_fit(documents, pending, num_rows=num_rows, seq_length=seq_length)
+        return pack_best_fit(
+            documents, pending, num_rows=num_rows, seq_length=seq_length, window=window
+        )
     raise DatasetError(f"--packing {packing} must be one of {', '.join(PACKINGS)}")
 
 

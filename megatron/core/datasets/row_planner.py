@@ -26,7 +26,7 @@ from megatron.core.datasets.document_source import DocumentSource
 from megatron.core.datasets.document_stream import StreamPosition
 from megatron.core.datasets.fragments import Fragments, PackedRows
 from megatron.core.datasets.index_format import DatasetError
-from megatron.core.datasets.packing import PACKINGS, pack_rows
+from megatron.core.datasets.packing import BEST_FIT_WINDOW, PACKINGS, pack_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,14 @@ class RowPlanner:
         packing: str,
         seq_length: int,
         global_batch_size: int,
+        best_fit_window: int = BEST_FIT_WINDOW,
     ) -> None:
         if packing not in PACKINGS:
             raise DatasetError(f"--packing {packing} must be one of {', '.join(PACKINGS)}")
+        if best_fit_window < 1:
+            raise DatasetError(f"best_fit_window {best_fit_window} must be at least 1")
         self._packing, self._seq_length, self._num_rows = packing, seq_length, global_batch_size
+        self._window = best_fit_window
         stored = state or {"stream": None, "corpora": [], "pieces": []}
         missing = {"stream", "corpora", "pieces"} - set(stored)
         if missing:
@@ -118,6 +122,7 @@ class RowPlanner:
             self._pending,
             num_rows=self._num_rows,
             seq_length=self._seq_length,
+            window=self._window,
         )
         self._tokens += rows.num_tokens
         self._padded += self._num_rows * self._seq_length - rows.num_tokens
