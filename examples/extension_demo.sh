@@ -25,7 +25,7 @@ LONG=$((4 * SHORT))
 if [ "$FORM" = short ]; then
   RANKS=1 FIRST=12 MORE=6 ROWS=16 LOG=3 DOCUMENTS=400 HELD_OUT=8 TRIALS=2
 else
-  RANKS=2 FIRST=700 MORE=300 ROWS=64 LOG=20 DOCUMENTS=16000 HELD_OUT=256 TRIALS=25
+  RANKS=2 FIRST=1500 MORE=500 ROWS=32 LOG=20 DOCUMENTS=10000 HELD_OUT=256 TRIALS=25
 fi
 TOTAL=$((FIRST + MORE))
 LONG_ROWS=$((ROWS * SHORT / LONG))   # as many tokens a step
@@ -67,9 +67,9 @@ train() {
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 \
     --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope \
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 \
-    --tokenizer-type NullTokenizer --vocab-size 256 \
+    --tokenizer-type NullTokenizer --vocab-size 128 \
     --data-path "$OUT/train" --split 100,0,0 --num-workers 0 \
-    --lr 1e-2 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 10 \
+    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 10 \
     --weight-decay 0.01 --adam-beta2 0.98 --eval-iters 0 --log-interval "$LOG" \
     --context-schedule "$OUT/$name.yaml" --save "$OUT/$name" --load "$OUT/$from" \
     --metrics-file "$OUT/$name.jsonl" "$@"

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIX = PasskeyMix()
 
 
-def tiny(vocab_size: int = 256, **changes: Any) -> LoadedModel:
+def tiny(vocab_size: int = 128, **changes: Any) -> LoadedModel:
     """An untrained model as if it came from a checkpoint."""
     sizes: dict[str, Any] = {
         "num_layers": 2,
@@ -89,8 +89,8 @@ def test_a_document_says_of_each_fact_one_digit_only() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"vocab_size": 200}, "--vocab-size 200 must be at least 228: 11 ids for each of 20"),
-        ({"key_digits": 21}, "--key-digits 21 must be 1 to the number of facts"),
+        ({"vocab_size": 100}, "--vocab-size 100 must be at least 118: 11 ids for each of 10"),
+        ({"key_digits": 11}, "--key-digits 11 must be 1 to the number of facts"),
         ({"asked": 0.0}, "--asked 0 must be in"),
     ],
 )
@@ -218,7 +218,7 @@ def test_answers_are_those_of_greedy_decoding() -> None:
         prompt = documents(1, 20, seed=number)[0].tolist()
         answer = greedy(loaded.model, prompt, 4)
         if number % 2:  # one wrong token anywhere makes it wrong
-            answer[number // 2] = (answer[number // 2] + 1) % 256
+            answer[number // 2] = (answer[number // 2] + 1) % 128
         trials.append(Trial(np.array(prompt + answer), tuple(range(21, 25))))
         wanted.append(number % 2 == 0)
     assert answers(loaded.model, trials, device=loaded.device, at_once=50) == wanted
@@ -227,18 +227,18 @@ def test_answers_are_those_of_greedy_decoding() -> None:
 class Oracle:
     """Finds the fact in the prompt; wrong about documents longer than its reach."""
 
-    vocab_size = 256
+    vocab_size = 128
 
     def __init__(self, reach: int) -> None:
         self.reach = reach
 
     def output_weight(self) -> torch.Tensor:
-        return torch.eye(256)
+        return torch.eye(128)
 
     def __call__(self, x: None, batch: Any, output: str) -> torch.Tensor:
         assert output == "hidden"
         rows, length = batch.tokens.shape
-        hidden = torch.zeros(length, rows, 256)
+        hidden = torch.zeros(length, rows, 128)
         for row in range(rows):
             tokens = batch.tokens[row].tolist()
             for place, token in enumerate(tokens):
@@ -276,7 +276,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [
         flag for flag in TINY if not flag.startswith(("--mock", "--seq", "--train", "--vocab"))
     ]
-    flags += ["--vocab-size=256", f"--data-path={folder}/data", "--split=80,20,0"]
+    flags += ["--vocab-size=128", f"--data-path={folder}/data", "--split=80,20,0"]
     flags += ["--params-dtype=float64", "--tensor-model-parallel-size=2", "--sequence-parallel"]
     flags += [f"--context-schedule={folder}/s.yaml", f"--save={folder}/ck", "--save-interval=1"]
     flags += ["--eval-iters=1", "--eval-interval=1", f"--metrics-file={folder}/m.jsonl"]

@@ -1,6 +1,6 @@
 """A made-up language in which a long context pays: facts that are told once and asked for later.
 
-    w w w <fact 3?> 7 w w w w w <fact 11?> 0 <fact 3?> 7 w w w <fact 5?> 2 w w ...
+    w w w <fact 3?> 7 w w w w w <fact 9?> 0 <fact 3?> 7 w w w <fact 5?> 2 w w ...
 
 A document gives each of ``facts`` facts a digit. Between random words it tells facts and asks for
 facts, both in the same form: the fact's question id, then its digit. The digit after the first
@@ -34,11 +34,11 @@ FEWEST_WORDS = 8
 class PasskeyMix:
     """How documents are made."""
 
-    vocab_size: int = 256
-    facts: int = 20
+    vocab_size: int = 128
+    facts: int = 10
     key_digits: int = 5
     """Facts that make up a passkey."""
-    asked: float = 0.75
+    asked: float = 0.6
     """Share of the pieces of a document that tell or ask a fact; the others are words."""
     longest: int = 15
     """Words of the longest stretch; the shortest has one."""
