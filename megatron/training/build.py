@@ -41,7 +41,10 @@ def compare_over_ranks(resolved: ResolvedRun) -> None:
     """Refuse ranks that were started differently, naming the keys and values on all of them."""
     config = resolved.config
     values: dict[str, object] = {name: value_of(config, name) for name in config_fields()}
-    values["context_schedule"] = resolved.schedule.to_record()
+    if config.training.context_schedule is not None:  # else the flags above are the one stage
+        for stage in resolved.schedule.to_record():
+            prefix = f"{config.training.context_schedule}: stage {stage['index'] + 1}: "
+            values |= {prefix + key: value for key, value in stage.items()}
     assert_same_over_ranks(values)
 
 

@@ -84,6 +84,19 @@ def test_another_configuration_on_one_rank() -> None:
     assert "seq_length: 32 on rank 0, 2; 64 on rank 1" in result.errors[0]
     assert "lr: 0.01 on rank 0, 2; 0.002 on rank 1" in result.errors[0]
     assert "Traceback" not in result.text
+    assert len(result.errors[0].strip().splitlines()) == 3, "one line for each flag"
+
+
+def test_another_schedule_file_on_one_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        stage = f"{{seq_length: 32, train_iters: 2, rotary_base: {[1e4, 5e4][rank]}}}"
+        (tmp_path / str(rank) / "stages.yaml").write_text(f"stages:\n  - {stage}\n")
+    hook = partial(injection.in_folder_of_its_own, folder=str(tmp_path))
+    argv = [*SMALL, "--context-schedule=stages.yaml"]
+    result = run_job(2, argv, hook=hook, timeout=60).check(2)
+    line = "stages.yaml: stage 1: rotary_base: 10000.0 on rank 0; 50000.0 on rank 1"
+    assert result.errors[0].strip().splitlines()[1:] == [f"  {line}"], result.text
 
 
 @pytest.mark.parametrize("what", ["other", "missing"])
