@@ -86,7 +86,7 @@ def write_checkpoint(
 
         def finish() -> None:
             body = json.dumps(state, indent=1).encode()
-            directory.write_atomically(saving / directory.STATE_FILE, body)
+            directory.write_atomically(saving / directory.STATE_FILE, body, sync_entry=False)
             files[directory.STATE_FILE] = (zlib.crc32(body), len(body))
             directory.write_checksums(saving, files)
             directory.publish(root, iteration)

@@ -35,15 +35,20 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a temporary file beside ``path``, flush it to disk, rename it over ``path``."""
+def write_atomically(path: Path, data: bytes, *, sync_entry: bool = True) -> None:
+    """Write a temporary file beside ``path``, flush it to disk, rename it over ``path``.
+
+    Args:
+        sync_entry: also flush the folder; False where a later write to it does.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    if sync_entry:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
