@@ -11,6 +11,7 @@ SAID = {
     "--lr-wsd-decay-style linear": "--lr-wsd-decay-style linear has no effect without",
     "--lr-decay-style constant --min-lr 1e-5": "--min-lr 1e-05 has no effect with",
     "--position-embedding-type none --rotary-percent 0.5": "--rotary-percent 0.5 has no effect",
+    "--position-embedding-type none --rotary-base 5e5": "--rotary-base 500000.0 has no effect",
     "--cp-layout balanced": "--cp-layout balanced has no effect with a context-parallel size of 1",
     "--cp-comm-type p2p": "--cp-comm-type p2p has no effect with a context-parallel size of 1",
 }

@@ -72,6 +72,12 @@ WRONG = {
         8,
         ["stage 2: rope_scaling: long_factor has 1 factors", "4 rotated pairs"],
     ),
+    "data and mock data": (
+        {"data_path": "/none/long"},
+        "",
+        1,
+        ["stage 2: data_path and --mock-data are both given"],
+    ),
     "data": (
         {"data_path": "/none/long"},
         "",

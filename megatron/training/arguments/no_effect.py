@@ -32,7 +32,8 @@ def settings_without_effect(config: RunConfig, stages: Sequence[Stage]) -> Itera
         yield from _unused(optimizer, "min_lr", "with --lr-decay-style constant")
     if model.position_embedding_type != "rope":
         kind = f"with --position-embedding-type {model.position_embedding_type}"
-        yield from _unused(model, "rotary_percent", kind)
+        for name in ("rotary_base", "rotary_percent"):
+            yield from _unused(model, name, kind)
     if all(stage.context_parallel_size == 1 for stage in stages):
         for name in ("cp_comm_type", "cp_layout"):
             yield from _unused(parallel, name, "with a context-parallel size of 1")

@@ -21,6 +21,10 @@ def one_source(facts: Facts) -> Iterator[str]:
         if getattr(data, name)
     ]
     first = f"{flag_name(separate[0])}" if separate else ""
+    default = data.train_data_path or data.data_path
+    of_stage = [stage.number for stage in facts.stages if stage.data_path not in (None, default)]
+    if data.mock_data and of_stage:
+        yield f"stage {of_stage[0]}: data_path and --mock-data are both given; keep one"
     if data.mock_data and (data.data_path or separate):
         yield f"--mock-data and {first or '--data-path'} are both given; keep one"
     elif data.data_path and separate:
