@@ -388,6 +388,12 @@ def test_a_prefix_with_its_extension_is_refused_with_the_right_one(tmp_path):
         check_command_line(command_line(add, "--mock-data"), world_size=1)
 
 
+def test_one_checkpoint_is_not_the_folder_of_all(tmp_path):
+    (tmp_path / "iter_0000020").mkdir()
+    with pytest.raises(ValueError, match=rf"use --load {tmp_path} --ckpt-step 20$"):
+        check_command_line(command_line(f"--load {tmp_path}/iter_0000020"), world_size=1)
+
+
 @pytest.mark.parametrize("flag", ["--save", "--metrics-file"])
 def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch, flag):
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root

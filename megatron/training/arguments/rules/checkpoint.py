@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def _unwritable(flag: str, path: Path) -> Iterator[str]:
         yield f"{flag} {path} can't be written: {there} is read-only for this user; give another"
 
 
+def one_checkpoint(facts: Facts) -> Iterator[str]:
+    """--load is the folder of all checkpoints, not one of them."""
+    load = facts.config.checkpoint.load
+    match = re.fullmatch(r"iter_(\d+)", Path(load).name) if load is not None else None
+    if load is not None and match is not None and Path(load).is_dir():
+        yield (
+            f"--load {load} is one checkpoint; use --load {Path(load).parent} "
+            f"--ckpt-step {int(match[1])}"
+        )
+
+
 def _same(load: str, save: str | None) -> bool:
     return save is not None and Path(load).absolute() == Path(save).absolute()
 
@@ -92,4 +104,4 @@ def logging(facts: Facts) -> Iterator[str]:
                 yield f"{flag_name(name)} has no effect without --wandb-project; add it"
 
 
-RULES = (saving, loading, allowed_changes, logging)
+RULES = (saving, loading, one_checkpoint, allowed_changes, logging)
