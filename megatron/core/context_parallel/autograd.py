@@ -219,7 +219,7 @@ def _attend_backward(
         _as_type(plan, "grad_out", grad_out, kind),
         _as_type(plan, "out", out, kind),
         lse,
-        row_delta(grad_out, out),
+        row_delta(grad_out, out) if plan.kernel.needs_delta else None,
     )
     compute_q = _as_type(plan, "q", q, kind)
     dq = GradSum(tuple(q.shape), accumulation_dtype(q.dtype), q.device)

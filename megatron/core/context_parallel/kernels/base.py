@@ -164,13 +164,17 @@ class Upstream:
     grad_out: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
+    """rowsum(grad_out * out), for kernels that do not make it themselves."""
 
 
 class BlockKernel(abc.ABC):
     """Attention of a task list. Kernels hold no state; programs are made once per micro-batch."""
 
     name: str
+
+    needs_delta = False
+    """Whether backward wants ``Upstream.delta``; libraries make it themselves."""
 
     @abc.abstractmethod
     def compile(self, tasks: IntArray, visited: Any, device: torch.device) -> Any:

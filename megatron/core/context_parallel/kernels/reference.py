@@ -28,6 +28,7 @@ class ReferenceKernel(TiledKernel):
     """Blockwise attention in tensor operations."""
 
     name = "reference"
+    needs_delta = True
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: TileCall
@@ -55,6 +56,7 @@ class ReferenceKernel(TiledKernel):
         kind = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
         kv_heads = k.shape[1]
+        assert up.delta is not None
         for rows, columns in _blocks(q, k, call):
             lse = _grouped(up.lse[:, :, rows, None], kv_heads).to(kind)
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -141,7 +141,7 @@ class TileUpstream(NamedTuple):
     grad_out: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
 
 
 def _tiles(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,15 +161,16 @@ def _tile_call(call: Call, inputs: Inputs, masks: MaskCache) -> TileCall:
 
 
 def _tile_upstream(call: Call, upstream: Upstream) -> TileUpstream:
-    grad_out, delta = call.q.view(upstream.grad_out), call.q.view(upstream.delta)
+    grad_out = call.q.view(upstream.grad_out)
+    delta = None if upstream.delta is None else call.q.view(upstream.delta)
     if call.q_keep is not None:
         kept = torch.zeros(grad_out.shape[:2], dtype=torch.bool, device=grad_out.device)
         kept.view(-1)[call.q_keep] = True
         grad_out = grad_out.masked_fill(~kept[..., None, None], 0.0)
-        delta = delta.masked_fill(~kept[..., None], 0.0)
+        delta = None if delta is None else delta.masked_fill(~kept[..., None], 0.0)
     return TileUpstream(
         grad_out.transpose(1, 2),
         call.q.view(upstream.out).transpose(1, 2),
         call.q.view(upstream.lse).transpose(1, 2),
-        delta.transpose(1, 2),
+        None if delta is None else delta.transpose(1, 2),
     )
