@@ -113,8 +113,10 @@ def summary(records: list[Record], unigram: float | None) -> str:
     """A few lines about the run."""
     train, evaluations = split_records(records)
     first, last = train[0], train[-1]
+    # The last steps may have no line of their own (--log-interval), but an evaluation after them.
+    end = max([last, *evaluations[-1:]], key=lambda record: record["iteration"])
     lines = [
-        f"steps {last['iteration']}, tokens {last['consumed_tokens']:,}, "
+        f"steps {end['iteration']}, tokens {end['consumed_tokens']:,}, "
         f"sequence length {first['seq_length']} -> {last['seq_length']}, "
         f"theta {first['rotary_base']:g} -> {last['rotary_base']:g}",
         f"training loss    {first['lm_loss']:.3f} -> {last['lm_loss']:.3f}",
