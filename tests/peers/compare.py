@@ -28,7 +28,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
         ]
         for process in processes:
             process.start()
-        answers = [queue.get(timeout=300) for _ in processes]
+        answers = [queue.get(timeout=900) for _ in processes]
         for process in processes:
             process.join()
     for rank, failure, _ in answers:

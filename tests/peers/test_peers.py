@@ -24,10 +24,20 @@ def python() -> str:
 
 
 def run_script(interpreter: str, name: str, *args: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # DeepSpeed builds a small library on first use; its lock would outlive a killed run.
+    extensions = Path(interpreter).parent.parent / "extensions"
+    for lock in extensions.glob("**/lock"):
+        lock.unlink()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+        "PATH": f"{Path(interpreter).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run(
         [interpreter, HERE / name, *args], env=environment, capture_output=True, text=True,
-        timeout=900, cwd=ROOT,
+        timeout=1800, cwd=ROOT,
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
