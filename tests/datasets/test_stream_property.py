@@ -364,7 +364,7 @@ def test_blends_may_change_between_stages(
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **SETTINGS)
+@settings(max_examples=400, **SETTINGS)
 @given(
     corpora(),
     st.lists(st.integers(1, 5), min_size=3, max_size=3),
