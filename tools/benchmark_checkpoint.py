@@ -108,6 +108,7 @@ def _load(jobs: dict[str, Any]) -> None:
 
     root = jobs["root"] / "sync"
     iteration, _ = latest_iteration(root)
+    assert iteration is not None, "the synchronous saves came before"
     folder = iteration_folder(root, iteration)
     verify_checkpoint(folder, group=jobs["group"])
     read_pieces(folder, jobs["pieces"], group=jobs["group"])

@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.checkpoint_io import read_state
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -84,7 +86,11 @@ def _show(folder: Path, *, tensors: bool) -> None:
         print(f"  {name:<18} {train[name]}")
     print(f"  {'saved by':<18} {state['world_size']} ranks")
     print(f"  {'optimizer state':<18} {'yes' if state['has_optimizer'] else 'no'}")
-    listing = read_metadata_safely(folder / ".metadata").state_dict_metadata
+    listing = {
+        name: entry
+        for name, entry in read_metadata_safely(folder / ".metadata").state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)  # nothing else is ever read
+    }
     kinds: dict[str, list[int]] = {}
     for name, entry in listing.items():
         entry_bytes = math.prod(entry.size) * entry.properties.dtype.itemsize
