@@ -92,15 +92,21 @@ TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS"
   --num-attention-heads 4 --group-query-attention --num-query-groups 2
   --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
   --attention-dropout 0 --hidden-dropout 0 --context-schedule "$OUT/schedule.yaml"
-  --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
+  --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07 --weight-decay 0.1
   --adam-beta2 0.95 --use-distributed-optimizer
   --train-data-path "$OUT/train_text_document" --valid-data-path "$OUT/valid_text_document"
   --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER"
   --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 50 --keep-checkpoints 2
   --log-interval 5 --eval-interval 20 --eval-iters 4 --metrics-file "$OUT/metrics.jsonl")
-"${TRAIN[@]}" --exit-interval "$STOP_AT"
-step "     resuming from the checkpoint of iteration $STOP_AT"
-"${TRAIN[@]}"
+DONE=$(cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+if [ "$DONE" = "$TOTAL" ]; then
+  echo "all $TOTAL iterations are done; remove $OUT to start over"
+else
+  [ "$DONE" = 0 ] || echo "going on from the checkpoint of iteration $DONE"
+  [ "$DONE" -ge "$STOP_AT" ] || "${TRAIN[@]}" --exit-interval "$STOP_AT"
+  step "     resuming from the checkpoint of iteration $STOP_AT"
+  "${TRAIN[@]}"
+fi
 
 step "6/6 summary"
 "$PYTHON" tools/report.py --metrics "$OUT/metrics.jsonl" --output "$OUT/loss.png" \
@@ -112,5 +118,5 @@ evaluations = [r for r in map(json.loads, open(sys.argv[1])) if "eval_lm_loss" i
 assert evaluations[-1]["eval_lm_loss"] < evaluations[0]["eval_lm_loss"], "the loss did not fall"
 PY
 echo "metrics          $OUT/metrics.jsonl"
-echo "checkpoints      $OUT/checkpoints (run this script again: it says the run is finished)"
+echo "checkpoints      $OUT/checkpoints"
 echo "took $SECONDS s after installation"
