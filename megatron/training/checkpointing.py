@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing import (
     stored_tensors,
     verify_checkpoint,
 )
+from megatron.core.dist_checkpointing.errors import on_all_ranks
 from megatron.training.train_state import TrainState
 
 FORMAT_VERSION = 1
@@ -126,12 +127,20 @@ class Checkpointer:
         self.last_saved: int | None = None
         self._saver: CheckpointSaver | None = None
         if config.checkpoint.save:
+            root = Path(config.checkpoint.save)
+            on_all_ranks(lambda: self._make_folder(root), self._group, f"making --save {root}")
             self._saver = CheckpointSaver(
-                Path(config.checkpoint.save),
+                root,
                 group=dist.new_group(backend="gloo"),
                 background=config.checkpoint.async_save,
                 keep=config.checkpoint.keep_checkpoints,
             )
+
+    @staticmethod
+    def _make_folder(root: Path) -> None:
+        """Now, rather than at the first save hours later."""
+        if dist.get_rank() == 0:
+            root.mkdir(parents=True, exist_ok=True)
 
     @property
     def saves(self) -> bool:
