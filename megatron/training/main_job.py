@@ -1,9 +1,10 @@
 """A training job from its command line to its exit code.
 
-Order matters: the command line is checked before torch is imported, the headers
-of data files are checked and the tokenizer opened before any process group exists, the ranks compare their settings before the first real
-collective. What a user got wrong ends in one message on rank 0 and exit code 2, without a
-traceback. A rank that fails, dies or hangs ends the run on all ranks, which name it.
+Order matters: the command line is checked before torch is imported, headers of data files are
+checked and the tokenizer is opened before any process group exists, the ranks compare their
+settings before the first real collective. What a user got wrong ends in one message on rank 0 and
+exit code 2, without a traceback. A rank that fails, dies or hangs ends the run on all ranks,
+which name it.
 """
 
 import dataclasses
