@@ -25,15 +25,20 @@ LONG=$((4 * SHORT))
 if [ "$FORM" = short ]; then
   RANKS=1 FIRST=12 MORE=6 ROWS=16 LOG=3 DOCUMENTS=400 HELD_OUT=8 TRIALS=2
 else
-  RANKS=2 FIRST=1500 MORE=500 ROWS=32 LOG=20 DOCUMENTS=10000 HELD_OUT=256 TRIALS=25
+  RANKS=2 FIRST=600 MORE=250 ROWS=32 LOG=20 DOCUMENTS=5000 HELD_OUT=256 TRIALS=25
 fi
 TOTAL=$((FIRST + MORE))
 LONG_ROWS=$((ROWS * SHORT / LONG))   # as many tokens a step
 
 step() { printf '\n[%s s] %s\n' "$SECONDS" "$*"; }
 SECONDS=0
-rm -rf "$OUT"
+if [ -e "$OUT" ] && [ ! -f "$OUT/.extension_demo" ]; then
+  echo "extension_demo: $OUT exists and is not a folder of mine; remove it or set OUT" >&2
+  exit 1
+fi
+rm -rf "$OUT"   # a run starts fresh
 mkdir -p "$OUT"
+touch "$OUT/.extension_demo"
 export OMP_NUM_THREADS=1
 
 step "1/4 documents"
@@ -64,7 +69,7 @@ train() {
   local name=$1 from=$2
   shift 2
   "${LAUNCH[@]}" pretrain_gpt.py \
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 \
+    --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 \
     --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope \
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 \
     --tokenizer-type NullTokenizer --vocab-size 128 \
@@ -103,7 +108,7 @@ for name in values["passkey"]:
     print(f"{name:>10}: loss beyond position {short} {beyond(name):.4f}, "
           f"passkeys at length {long} {retrieved(name):.1%}")
 if sys.argv[4] == "full":
-    assert beyond("extended") < beyond("short") - 0.05, "extending did not pay"
+    assert beyond("extended") < beyond("short") - 0.1, "extending did not pay"
     assert retrieved("extended") > 0.9, "the extended model does not retrieve"
 PY
 echo "took $SECONDS s; results in $OUT"

@@ -358,3 +358,13 @@ def test_the_extension_demonstration_in_short(tmp_path: Path) -> None:
     values = json.loads((out / "evaluation.json").read_text())
     assert set(values["passkey"]) == set(names)
     assert (out / "position_loss.png").exists() and (out / "passkey.png").exists()
+    (out / ".extension_demo").unlink()  # a folder of someone else's is left alone
+    again = subprocess.run(
+        ["bash", str(ROOT / "examples/extension_demo.sh")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"FORM": "short", "OUT": str(out), "PYTHON": sys.executable},
+    )
+    assert again.returncode == 1 and "is not a folder of mine" in again.stderr
+    assert (out / "evaluation.json").exists()
