@@ -325,7 +325,7 @@ def test_cuda_adapters_match_their_libraries_signatures() -> None:
     meta = torch.device("meta")
     q, k = (torch.empty(64, n, 64, dtype=torch.bfloat16, device=meta) for n in (8, 2))
     cu = torch.tensor([0, 24, 64], dtype=torch.int32, device=meta)
-    call = VarlenCall(None, cu, cu, cu, 40, 40, -1, 0, True)
+    call = VarlenCall(slice(None), slice(None), cu, cu, 40, 40, -1, 0, True)
     out, lse = _library_forward(q, k, k, call, 0.1)
     assert out.shape == q.shape and lse.shape == (8, 64)
     grads = _library_backward((out, out, lse), q, k, k, call, 0.1)

@@ -16,6 +16,7 @@ from megatron.core.context_parallel import (
 from megatron.core.context_parallel.kernels import select
 from tests.utils.ranks import run_ranks
 from tools.attention_grid import make_groups
+from tools.dense_attention import dense_with_grads
 
 
 def plan_of(**changes: Any) -> Any:
@@ -184,3 +185,19 @@ def test_dropout_does_not_depend_on_the_split(ulysses: int, ring: int, comm: str
     for at, got in run_ranks(ulysses * ring, dropped, ulysses, ring, comm):
         for a, b in zip(got, want, strict=True):
             assert torch.allclose(a, b[:, at], atol=1e-12)
+
+
+def test_any_strides() -> None:
+    """Expanded gradients (of a sum), transposed and expanded inputs."""
+    torch.manual_seed(0)
+    layout = make_layout("zigzag", 16, 1)
+    base = torch.randn(2, 16, 8, 4, dtype=torch.float64)
+    q = base.transpose(2, 3).detach().requires_grad_()  # heads last in memory
+    k = torch.randn(2, 16, 1, 8, dtype=torch.float64).expand(2, 16, 2, 8).detach().requires_grad_()
+    v = torch.randn(1, 16, 2, 8, dtype=torch.float64).expand(2, 16, 2, 8).detach().requires_grad_()
+    bounds = [0, 3, 16]
+    out = context_parallel_attention(q, k, v, layout=layout, cu_seqlens=bounds)
+    want = dense_with_grads(q, k, v, torch.ones(out.shape), [bounds, bounds])
+    grads = torch.autograd.grad(out.sum(), (q, k, v))  # an expanded scalar comes back
+    for got, right in zip((out, *grads), (want[0], *want[2:]), strict=True):
+        assert torch.allclose(got, right, atol=1e-12)

@@ -112,3 +112,18 @@ def test_cell_holds_what_it_should() -> None:
     first = torch.autograd.grad(out.float().sum(), (q, k, v))
     second = torch.autograd.grad(again.float().sum(), (q, k, v))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_kept_call_takes_any_strides() -> None:
+    layout = make_layout("contiguous", 12, 1)
+    plan = prepare_attention(
+        layout=layout, cu_seqlens=None, num_heads=2, num_kv_heads=2, head_dim=8, ring_group=None,
+        ulysses_group=None, dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    leaf = torch.randn(1, 12, 8, 2, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for cell in (None, KeptAttention()):
+        q = leaf.transpose(2, 3)
+        out, _ = plan(q, q, q, kept=cell)
+        grads += torch.autograd.grad(out.sum(), leaf)
+    assert torch.equal(*grads)

@@ -61,21 +61,10 @@ def context_parallel_attention(
             "[batch, s_local, heads, head_dim]"
         )
     plan = prepare_attention(
-        layout=layout,
-        cu_seqlens=cu_seqlens,
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        ring_group=ring_group,
-        ulysses_group=ulysses_group,
-        causal=causal,
-        window=window,
-        scale=scale,
-        cp_comm_type=cp_comm_type,
-        backend=backend,
-        dropout_p=dropout_p,
-        dtype=q.dtype,
-        device=q.device,
-    )
+        layout=layout, cu_seqlens=cu_seqlens, num_heads=q.shape[2], num_kv_heads=k.shape[2],
+        head_dim=q.shape[3], ring_group=ring_group, ulysses_group=ulysses_group, causal=causal,
+        window=window, scale=scale, cp_comm_type=cp_comm_type, backend=backend,
+        dropout_p=dropout_p, dtype=q.dtype, device=q.device,
+    )  # fmt: skip
     out, lse = plan(q, k, v, dropout_seed=dropout_seed, return_lse=return_lse)
     return (out, lse) if return_lse else out

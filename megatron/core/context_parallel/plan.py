@@ -309,14 +309,11 @@ def prepare_attention(
         layout: of the row, made from the same cu_seqlens if balanced.
         cu_seqlens: document boundaries over the global row; a list with one packing per batch row;
             or None for one document per row.
-        num_heads, num_kv_heads: local heads of the tensor-parallel rank.
-        head_dim: D.
+        num_heads, num_kv_heads, head_dim: local heads of the tensor-parallel rank, and D.
         ring_group, ulysses_group: groups of the layout's sizes, or None for size one.
-        causal: False for attention in both directions inside each document.
-        window: keys j with 0 <= i - j < window only.
+        causal, window: keys j with j <= i, and with i - j < window; False: both directions.
         scale: of the scores; default 1 / sqrt(D).
-        cp_comm_type: auto, p2p, a2a, a2a+p2p, all_gather, a2a+all_gather.
-        backend: auto, flash, cudnn, reference.
+        cp_comm_type, backend: as the flags --cp-comm-type and --attention-backend.
         dropout_p: attention dropout; only the reference kernel has it.
         dtype, device: of q, k and v.
         workspace: hand in one for all plans of a process, to reuse buffers; default a new one.
@@ -327,8 +324,6 @@ def prepare_attention(
         ValueError: for whatever cannot be done exactly as asked.
     """
     check_window(window, causal)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"--attention-dropout {dropout_p} must be in [0, 1)")
     packings = normalize_packings(cu_seqlens, layout.seq_length)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize)
     outer = outer_communication(cp_comm_type, layout, packings, window, causal, shape)
@@ -341,25 +336,13 @@ def prepare_attention(
     ring = _channel("ring", ring_group, layout.ring_size, comm)
     ulysses = _channel("ulysses", ulysses_group, layout.ulysses_size, comm)
     return AttentionPlan(
-        layout=layout,
-        packings=packings,
-        split=split,
-        head_dim=head_dim,
-        kernel=kernel,
-        outer=outer,
-        causal=causal,
-        window=window,
-        scale=head_dim**-0.5 if scale is None else scale,
-        dropout_p=dropout_p,
-        dtype=dtype,
-        device=device,
-        ring=ring,
-        ulysses=Ulysses(split, ulysses),
-        comm=comm,
+        layout=layout, packings=packings, split=split, head_dim=head_dim, kernel=kernel,
+        outer=outer, causal=causal, window=window,
+        scale=head_dim**-0.5 if scale is None else scale, dropout_p=dropout_p, dtype=dtype,
+        device=device, ring=ring, ulysses=Ulysses(split, ulysses), comm=comm,
         workspace=Workspace() if workspace is None else workspace,
-        max_exchange_bytes=max_exchange_bytes,
-        check_iteration=check_iteration,
-    )
+        max_exchange_bytes=max_exchange_bytes, check_iteration=check_iteration,
+    )  # fmt: skip
 
 
 def _channel(axis: str, group: dist.ProcessGroup | None, size: int, comm: CommStats) -> Channel:

@@ -109,7 +109,7 @@ class Ulysses:
             For each part its own heads of the whole ring shard, flat: [B * U * s, heads, ...].
         """
         if self.channel.size == 1:
-            return [part.flatten(0, 1) for part, _ in parts]
+            return [_dense_heads(part).flatten(0, 1) for part, _ in parts]
         wire = parts[0][0].dtype
         batch, local = parts[0][0].shape[:2]
         rows = [
@@ -224,6 +224,12 @@ class Ulysses:
 
     def _heads(self, kind: str, rank: int) -> range:
         return self.split.query(rank) if kind == "query" else self.split.kv(rank)
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """x [..., heads, D] with each row's heads in one piece, as kernels read it."""
+    dense = x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1])
+    return x if dense else x.contiguous()
 
 
 def expand_kv(x: Tensor, expansion: Sequence[int] | None) -> Tensor:

@@ -25,6 +25,7 @@ from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.kernels.base import (
     BlockKernel,
     Grads,
+    GradSum,
     Inputs,
     Softmax,
     Upstream,
@@ -36,9 +37,9 @@ from megatron.core.context_parallel.prefix import band_pairs
 class VarlenCall(NamedTuple):
     """Tasks of one band that run as one varlen call; their query rows are disjoint."""
 
-    q_index: Tensor | None
-    """int64 [total_q]; None when the call takes all query rows in order."""
-    k_index: Tensor
+    q_rows: slice | Tensor
+    k_rows: slice | Tensor
+    """Flat rows in packed order: a slice when they are one run, else int64 [total]."""
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -155,18 +156,12 @@ class CudaFlashKernel(BlockKernel):
     ) -> None:
         for call in program.calls:
             q, k, v = _pick(call, inputs)
-            rows = [
-                x if call.q_index is None else x.index_select(0, call.q_index)
-                for x in (upstream.grad_out, upstream.out, upstream.lse)
-            ]
+            rows = [x[call.q_rows] for x in (upstream.grad_out, upstream.out, upstream.lse)]
             given = (rows[0].to(q.dtype), rows[1].to(q.dtype), rows[2].transpose(0, 1).contiguous())
             dq, dk, dv = self._backward(given, q, k, v, call, inputs.scale)
-            if call.q_index is None:
-                grads.dq.total().add_(dq)
-            else:
-                grads.dq.total().index_add_(0, call.q_index, dq.to(grads.dq.dtype))
-            grads.dk.total().index_add_(0, call.k_index, dk.to(grads.dk.dtype))
-            grads.dv.total().index_add_(0, call.k_index, dv.to(grads.dv.dtype))
+            _add(grads.dq, call.q_rows, dq)
+            _add(grads.dk, call.k_rows, dk)
+            _add(grads.dv, call.k_rows, dv)
 
 
 def _varlen_call(
@@ -177,10 +172,9 @@ def _varlen_call(
     k_index = np.concatenate([np.arange(a, b) for a, b in tasks[:, 2:4].tolist()])
     fresh = not visited[q_index].any()
     visited[q_index] = True
-    whole = len(q_index) == len(visited) and (np.diff(q_index) == 1).all()
     return VarlenCall(
-        None if whole else torch.from_numpy(q_index).to(device),
-        torch.from_numpy(k_index).to(device),
+        _slice_or_index(q_index, device),
+        _slice_or_index(k_index, device),
         _cumulative(q_len, device),
         _cumulative(k_len, device),
         int(q_len.max()),
@@ -197,27 +191,33 @@ def _cumulative(lengths: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(ends).to(device)
 
 
+def _slice_or_index(rows: IntArray, device: torch.device) -> slice | Tensor:
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)
+
+
 def _pick(call: VarlenCall, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Packed q, k, v of a call."""
-    q = inputs.q if call.q_index is None else inputs.q.index_select(0, call.q_index)
-    return q, inputs.k.index_select(0, call.k_index), inputs.v.index_select(0, call.k_index)
+    return inputs.q[call.q_rows], inputs.k[call.k_rows], inputs.v[call.k_rows]
+
+
+def _add(total: GradSum, rows: slice | Tensor, values: Tensor) -> None:
+    """Add packed gradients to their rows; key rows may occur several times."""
+    if isinstance(rows, slice):
+        total.total()[rows].add_(values)
+    else:
+        total.total().index_add_(0, rows, values.to(total.dtype))
 
 
 def _fold(state: Softmax, call: VarlenCall, out: Tensor, lse: Tensor) -> None:
     """Merge packed results into the running softmax."""
     all_out, all_lse = state.tensors()
     out, lse = out.to(state.dtype), lse.to(state.dtype)
-    if call.q_index is None:
-        if call.fresh:
-            all_out.copy_(out)
-            all_lse.copy_(lse)
-        else:
-            merge_(all_out, all_lse, out, lse)
-        return
     if not call.fresh:
-        old_out = all_out.index_select(0, call.q_index)
-        old_lse = all_lse.index_select(0, call.q_index)
+        old_out, old_lse = all_out[call.q_rows], all_lse[call.q_rows]  # copies if indexed
         merge_(old_out, old_lse, out, lse)
         out, lse = old_out, old_lse
-    all_out.index_copy_(0, call.q_index, out)
-    all_lse.index_copy_(0, call.q_index, lse)
+    if call.fresh or not isinstance(call.q_rows, slice):
+        all_out[call.q_rows] = out
+        all_lse[call.q_rows] = lse

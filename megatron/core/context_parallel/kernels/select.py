@@ -27,6 +27,8 @@ def select_kernel(
     Raises:
         ValueError: for an unknown name, or a backend that cannot do what is asked.
     """
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"--attention-dropout {dropout_p} must be in [0, 1)")
     if backend not in BACKENDS:
         raise ValueError(f"--attention-backend {backend} must be one of {', '.join(BACKENDS)}")
     if backend == "reference":
