@@ -110,6 +110,8 @@ def sample_case(rng: random.Random, split: tuple[int, int] | None = None) -> Cas
 
 def make_groups(ulysses: int, ring: int) -> tuple[Any, Any]:
     """(ring group, ulysses group) of this rank; Ulysses neighbours are adjacent ranks."""
+    if ulysses * ring == 1:
+        return None, None
     rank = dist.get_rank()
     ring_group = ulysses_group = None
     for u in range(ulysses):

@@ -11,12 +11,14 @@ import time
 import pytest
 
 from tests.utils.ranks import run_ranks
+from tools import attention_grid, benchmark_attention
 from tools.attention_grid import (
     HEADS,
     LAYOUTS,
     PACKINGS,
     SPLITS,
     WINDOWS,
+    Case,
     comm_types,
     full_grid,
     lengths,
@@ -62,3 +64,20 @@ def test_grid_is_whole() -> None:
 @pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"u{s[0]}r{s[1]}")
 def test_full_grid(split: tuple[int, int]) -> None:
     check(split, list(full_grid(split)), timeout=7000)
+
+
+def test_benchmark_tool_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``tools/benchmark_attention.py --check`` runs the same cases and says how many are bad."""
+    monkeypatch.setattr(attention_grid, "SPLITS", ((1, 1), (2, 1)))
+    assert benchmark_attention.main(["--check", "--check-cases", "3", "--seed", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "seed 5" in printed and "6 cases, 0 bad" in printed
+    monkeypatch.setattr(attention_grid, "sample_case", lambda rng, split: broken(split))
+    assert benchmark_attention.main(["--check", "--check-cases", "1"]) == 1
+
+
+def broken(split: tuple[int, int]) -> Case:
+    """bfloat16 cannot meet the tolerance of float32."""
+    return Case(*split, "zigzag", "auto", (4, 4), 16, ("none",), dtype="bfloat16")
