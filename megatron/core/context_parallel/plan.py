@@ -337,8 +337,10 @@ def prepare_attention(
     ulysses = _channel("ulysses", ulysses_group, layout.ulysses_size, comm)
     return AttentionPlan(
         layout=layout, packings=packings, split=split, head_dim=head_dim, kernel=kernel,
-        outer=outer, causal=causal, window=window, dropout_p=dropout_p, dtype=dtype, device=device,
-        scale=head_dim**-0.5 if scale is None else scale, ring=ring, ulysses=Ulysses(split, ulysses),
+        outer=outer, causal=causal, window=window, dropout_p=dropout_p, dtype=dtype,
+        device=device,
+        scale=head_dim**-0.5 if scale is None else scale,
+        ring=ring, ulysses=Ulysses(split, ulysses),
         comm=comm, workspace=Workspace() if workspace is None else workspace,
         max_exchange_bytes=max_exchange_bytes, check_iteration=check_iteration,
     )  # fmt: skip

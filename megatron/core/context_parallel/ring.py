@@ -19,7 +19,8 @@ first keys nor the last gradients are waited for in idleness. All transfers of a
 batch, so a ring of two (one peer on both sides) is no special case.
 
 Cost per rank, forward: ``(R-1) * 2 * rows * kv_heads * D`` elements sent; backward adds as many
-float32. Memory: two KV buffers, and in backward four gradient buffers, whatever R is.
+float32. Memory: two KV buffers (the first starts with the own keys), and in backward three
+gradient buffers (two alternate between compute and sending, one receives), whatever R is.
 """
 
 import dataclasses
@@ -82,7 +83,6 @@ class RingSteps(StepSource):
     def backward(self, k: Tensor, v: Tensor, own: OwnGrads, audit: Audit | None) -> Iterator[Step]:
         buffer = self._pack(k, v)
         travelling: Tensor | None = None
-        home: Tensor | None = None
         for hop in range(self.size + 1):
             sends, receives, arriving = self._keys_on(hop, buffer)
             grads = self._grads_on(hop, travelling, buffer)
@@ -98,11 +98,13 @@ class RingSteps(StepSource):
                 here = (buffer[:, 0], buffer[:, 1])
                 yield Step(self.plan.steps[hop], *here, *grad_places(share[: len(buffer)]))
             pending.wait()
-            travelling = _join(share, grads.partial)
-            home = grads.home if grads.home is not None else home
+            if grads.home is not None:
+                own.add_fused(self.plan.own, grads.home)
+            if grads.partial is not None:
+                share = self._zeroed_share(hop, buffer) if share is None else share
+                share.add_(grads.partial)
+            travelling = share
             buffer = arriving
-        if home is not None:
-            own.add_fused(self.plan.own, home)
 
     def _held(self, hop: int, rank: int | None = None) -> RingSource:
         """The source whose keys a rank (default: this one) holds at a hop."""
@@ -112,7 +114,7 @@ class RingSteps(StepSource):
     def _pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Own leaving rows [n, 2, kv_heads, D]."""
         shape = (self.plan.own.count, 2, *k.shape[1:])
-        buffer = self.workspace.get("ring.own", shape, k.dtype, k.device)
+        buffer = self.workspace.get("ring.keys.0", shape, k.dtype, k.device)
         self.plan.own.pack(k, v, buffer)
         return buffer
 
@@ -123,7 +125,7 @@ class RingSteps(StepSource):
         leaving = buffer[: self._held(hop).counts[hop + 1]]
         count = self._held(hop + 1).counts[hop + 1]
         arriving = self.workspace.get(
-            f"ring.keys.{hop % 2}", (count, *buffer.shape[1:]), buffer.dtype, buffer.device
+            f"ring.keys.{(hop + 1) % 2}", (count, *buffer.shape[1:]), buffer.dtype, buffer.device
         )
         send = Message(leaving, (self.rank + 1) % self.size)
         return [send], [Message(arriving, (self.rank - 1) % self.size)], arriving
@@ -153,11 +155,12 @@ class RingSteps(StepSource):
         if hop < self.size:
             coming = self._held(hop)
             if coming.first_hop <= done < coming.last_hop:
-                partial = self._grad_buffer(f"ring.partial.{hop % 2}", len(coming.rows), like)
+                partial = self._grad_buffer("ring.partial", len(coming.rows), like)
                 messages.receives.append(Message(partial, (self.rank - 1) % self.size))
                 messages.partial = partial
         if ours.last_hop == done:
-            messages.home = self._grad_buffer("ring.home", len(ours.rows), like)
+            role = "ring.partial" if messages.partial is None else "ring.home"
+            messages.home = self._grad_buffer(role, len(ours.rows), like)
             messages.receives.append(Message(messages.home, (self.rank + done) % self.size))
         return messages
 
@@ -172,10 +175,3 @@ class _GradMessages:
     """Sum of earlier ranks' shares for the source held now."""
     home: Tensor | None
     """Finished sum of all other ranks' shares for the own keys."""
-
-
-def _join(share: Tensor | None, partial: Tensor | None) -> Tensor | None:
-    """Own share plus the sum that came in; either may be missing."""
-    if share is None or partial is None:
-        return partial if share is None else share
-    return share.add_(partial)
