@@ -10,7 +10,8 @@ Speed: R ranks of one thread each against one process of R threads that runs tor
 package on one rank; the faster of the two counts. Runs alternate, and medians are compared:
 1.00 means that splitting the sequence costs nothing. "cpu" is the same ratio of processor
 time, which tells something on a busy machine too. PyTorch's private ring and
-``ring-attention-pytorch`` (where installed) run the same dense rows.
+``ring-attention-pytorch`` (where installed: run this with the python that
+``tests/peers/make_env.sh`` prints) run the same dense rows.
 
 Memory: peak bytes of one rank, forward and backward, on a fixed row over rings of 1, 2, 4 and 8,
 above what the process had before its inputs were made.
