@@ -9,13 +9,14 @@ import torch
 from megatron.core.context_parallel.layout import make_layout
 from megatron.core.context_parallel.rows import (
     exchange_stages,
-    halve_tasks,
     join_keys,
     make_row_tasks,
     remap_keys,
     ring_source,
     run_rows,
+    task_pairs,
 )
+from megatron.core.context_parallel.spread import fill_steps, spread_tasks
 from tools.attention_grid import LAYOUTS, packing
 
 FAR = 1 << 40
@@ -60,16 +61,36 @@ def test_remapped_keys_cover_the_same_pairs() -> None:
         assert torch.equal(pairs_of(join_keys(mapped), 20, int(sizes.sum())), got)
 
 
-def test_halves_cover_the_same_pairs_evenly() -> None:
+def test_spread_parts_cover_the_same_pairs() -> None:
     rng = random.Random(6)
     for _ in range(200):
         tasks = random_tasks(rng, 24)
-        early, late = halve_tasks(tasks)
-        both = pairs_of(early, 24, 24) + pairs_of(late, 24, 24)
-        assert torch.equal(both, pairs_of(tasks, 24, 24))
-    early, late = halve_tasks(np.array([(0, 4096, 0, 4096, 0, 4095)]))
-    share = pairs_of(early, 4096, 4096).sum() / (4096 * 4097 / 2)
-    assert 0.4 < share < 0.8 and len(late)
+        parts = spread_tasks(tasks, [rng.uniform(0, 150) for _ in range(rng.randint(1, 5))])
+        seen = sum(pairs_of(part, 24, 24) for part in parts)
+        assert torch.equal(seen, pairs_of(tasks, 24, 24))
+
+
+def test_spread_meets_its_shares() -> None:
+    """Large tasks are cut near the share; small ones are given out whole."""
+    large = np.array([(0, 8192, 0, 8192, 0, 8191), (8192, 10000, 0, 4000, -3999, 1807)])
+    total = task_pairs(large)
+    shares = [0.3 * total, 0.0, 0.2 * total, 0.5 * total]
+    got = [task_pairs(part) for part in spread_tasks(large, shares)]
+    assert sum(got) == total
+    for mine, share in zip(got, shares, strict=True):
+        assert abs(mine - share) < 0.05 * total
+    lengths = np.array([300] * 100)
+    starts = np.cumsum(lengths) - lengths
+    many = np.stack((starts, starts + 300, starts, starts + 300, 0 * starts, lengths - 1), 1)
+    got = [len(part) for part in spread_tasks(many, [task_pairs(many) / 4] * 4)]
+    assert sum(got) == 100 and max(got) - min(got) <= 1
+
+
+def test_steps_are_filled_like_water() -> None:
+    assert fill_steps(10, (0, 0)) == [5.0, 5.0]
+    assert fill_steps(10, (0, 20, 0)) == [5.0, 0.0, 5.0]
+    assert fill_steps(30, (0, 20, 10)) == [20.0, 0.0, 10.0]
+    assert fill_steps(0, (3, 4)) == [0.0, 0.0]
 
 
 def world_tasks(kind: str, ring: int, length: int, seed: int, window: int | None) -> object:

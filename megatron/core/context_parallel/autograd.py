@@ -46,7 +46,8 @@ from megatron.core.context_parallel.steps import OwnGrads, Step
 from megatron.core.context_parallel.ulysses import expand_kv, reduce_kv
 
 if TYPE_CHECKING:
-    from megatron.core.context_parallel.plan import AttentionPlan, BatchPlan
+    from megatron.core.context_parallel.compile import BatchPlan
+    from megatron.core.context_parallel.plan import AttentionPlan
 
 
 class KeptAttention:

@@ -2,15 +2,20 @@
 
 A ring couples its ranks: each hop costs the slowest of them, and every rank handles every key.
 With packed documents a rank needs few remote keys, so here an uneven all-to-all brings exactly
-those, in stages of bounded memory, each posted before and waited for after the compute of the
-stage before (own keys first). Nobody waits for a neighbour's compute, only for data.
+those, in stages of bounded memory. Two stages are under way from the start, behind the compute
+of own keys; the next is posted when the buffer of a computed one is free.
 
 In backward the keys come again, and the float32 dK and dV of a stage go back to their owners by
-the same plan reversed, behind the next stage's compute. An owner adds what comes back receiver
-by receiver, in rank order: rows of one receiver are distinct, so the sum has one order.
+the same plan reversed, behind later stages and the rest of the own keys. An owner adds what
+comes back stage by stage and receiver by receiver; rows of one receiver are distinct, so the sum
+has one order.
+
+Own keys are spread over the steps (see ``spread``) where there are more stages than are posted
+ahead, and in backward, so that all ranks, which do equal work in total, come to each transfer at
+about the same time.
 
 Cost per rank: needed rows x 2 x kv_heads x D elements in, the same out on average; backward adds
-as many float32. Memory: two stages of keys and two of gradients.
+as many float32. Memory: two stages of keys and two of gradients, each sent and received.
 """
 
 import dataclasses
@@ -23,7 +28,6 @@ from megatron.core.context_parallel.integrity import Audit
 from megatron.core.context_parallel.merge import accumulation_dtype
 from megatron.core.context_parallel.steps import (
     OwnGrads,
-    OwnPlan,
     RowIndex,
     Step,
     StepPlan,
@@ -31,6 +35,9 @@ from megatron.core.context_parallel.steps import (
     grad_places,
 )
 from megatron.core.context_parallel.workspace import Workspace
+
+AHEAD = 2
+"""Stages under way at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,8 +59,11 @@ class StagePlan:
 class ExchangePlan:
     """Own step and stages of one rank; all ranks have equally many stages."""
 
-    own_step: OwnPlan
     stages: tuple[StagePlan, ...]
+    own_forward: tuple[StepPlan, ...]
+    """Own keys before the first stage and after each."""
+    own_backward: tuple[StepPlan, ...]
+    """The same, and at the end, behind the last gradients."""
 
 
 class ExchangeSteps(StepSource):
@@ -65,48 +75,55 @@ class ExchangeSteps(StepSource):
         self.workspace = workspace
 
     def forward(self, k: Tensor, v: Tensor, audit: Audit | None) -> Iterator[Step]:
-        coming = self._fetch(0, k, v, audit)
-        yield Step(self.plan.own_step.whole, k, v)
+        coming = [self._fetch(number, k, v, audit) for number in range(self._ahead)]
+        yield Step(self.plan.own_forward[0], k, v)
         for number, stage in enumerate(self.plan.stages):
-            assert coming is not None
-            pending, keys = coming
+            pending, keys = coming[number]
             pending.wait()
-            coming = self._fetch(number + 1, k, v, audit)
             if stage.step.program.tasks:
                 yield Step(stage.step, keys[:, 0], keys[:, 1])
+            if number + AHEAD < len(self.plan.stages):
+                coming.append(self._fetch(number + AHEAD, k, v, audit))
+            if self.plan.own_forward[number + 1].program.tasks:
+                yield Step(self.plan.own_forward[number + 1], k, v)
 
     def backward(self, k: Tensor, v: Tensor, own: OwnGrads, audit: Audit | None) -> Iterator[Step]:
-        coming = self._fetch(0, k, v, audit)
-        yield Step(self.plan.own_step.early, k, v, own.dk, own.dv)
-        returning: tuple[Pending, Tensor] | None = None
+        coming = [self._fetch(number, k, v, audit) for number in range(self._ahead)]
+        returning: list[tuple[Pending, Tensor]] = []
+        yield Step(self.plan.own_backward[0], k, v, own.dk, own.dv)
         for number, stage in enumerate(self.plan.stages):
-            assert coming is not None
-            pending, keys = coming
+            pending, keys = coming[number]
             pending.wait()
-            coming = self._fetch(number + 1, k, v, audit)
+            if number >= AHEAD:  # whose buffers come round again
+                self._collect(number - AHEAD, returning, own)
             share = self._grads("exchange.share", number, sum(stage.arriving), keys).zero_()
             if stage.step.program.tasks:
                 yield Step(stage.step, keys[:, 0], keys[:, 1], *grad_places(share))
-            if returning is not None:
-                self._collect(number - 1, returning, own)
-            returning = self._return(number, share, audit)
-        yield Step(self.plan.own_step.late, k, v, own.dk, own.dv)
-        if returning is not None:
-            self._collect(len(self.plan.stages) - 1, returning, own)
+            returning.append(self._return(number, share, audit))
+            if number + AHEAD < len(self.plan.stages):
+                coming.append(self._fetch(number + AHEAD, k, v, audit))
+            if self.plan.own_backward[number + 1].program.tasks:
+                yield Step(self.plan.own_backward[number + 1], k, v, own.dk, own.dv)
+        yield Step(self.plan.own_backward[-1], k, v, own.dk, own.dv)
+        for number in range(max(0, len(returning) - AHEAD), len(returning)):
+            self._collect(number, returning, own)
+
+    @property
+    def _ahead(self) -> int:
+        """Stages that are posted before anything is computed."""
+        return min(AHEAD, len(self.plan.stages))
 
     def _fetch(
         self, number: int, k: Tensor, v: Tensor, audit: Audit | None
-    ) -> tuple[Pending, Tensor] | None:
-        """Post the keys of a stage; None after the last."""
-        if number == len(self.plan.stages):
-            return None
+    ) -> tuple[Pending, Tensor]:
+        """Post the keys of a stage."""
         stage = self.plan.stages[number]
         row = (2, *k.shape[1:])
         leaving = self.workspace.get(
-            f"exchange.leaving.{number % 2}", (sum(stage.sent), *row), k.dtype, k.device
+            f"exchange.leaving.{number % AHEAD}", (sum(stage.sent), *row), k.dtype, k.device
         )
         arriving = self.workspace.get(
-            f"exchange.keys.{number % 2}", (sum(stage.arriving), *row), k.dtype, k.device
+            f"exchange.keys.{number % AHEAD}", (sum(stage.arriving), *row), k.dtype, k.device
         )
         for rows, part in zip(stage.leaving, leaving.split(list(stage.sent)), strict=True):
             rows.pack(k, v, part)
@@ -122,9 +139,9 @@ class ExchangeSteps(StepSource):
         posted = self.channel.all_to_all(back, share, stage.sent, stage.arriving, what, audit)
         return posted, back
 
-    def _collect(self, number: int, returning: tuple[Pending, Tensor], own: OwnGrads) -> None:
+    def _collect(self, number: int, returning: list[tuple[Pending, Tensor]], own: OwnGrads) -> None:
         """Add what receivers sent back for the own rows of a stage."""
-        pending, back = returning
+        pending, back = returning[number]
         pending.wait()
         stage = self.plan.stages[number]
         for rows, part in zip(stage.leaving, back.split(list(stage.sent)), strict=True):
@@ -135,5 +152,5 @@ class ExchangeSteps(StepSource):
         """A float32 buffer [rows, 2, kv_heads, D], alternating between stages."""
         kind = accumulation_dtype(like.dtype)
         return self.workspace.get(
-            f"{role}.{number % 2}", (rows, *like.shape[1:]), kind, like.device
+            f"{role}.{number % AHEAD}", (rows, *like.shape[1:]), kind, like.device
         )

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,37 +19,17 @@ from torch import Tensor
 from megatron.core.context_parallel.autograd import KeptAttention, run_attention
 from megatron.core.context_parallel.channel import Channel, CommStats
 from megatron.core.context_parallel.choice import outer_communication
+from megatron.core.context_parallel.compile import BatchPlan, Compiler
 from megatron.core.context_parallel.cost_model import AttentionShape
 from megatron.core.context_parallel.documents import IntArray, check_window, normalize_packings
-from megatron.core.context_parallel.exchange import ExchangePlan, ExchangeSteps, StagePlan
+from megatron.core.context_parallel.exchange import ExchangePlan, ExchangeSteps
 from megatron.core.context_parallel.kernels.base import BlockKernel
 from megatron.core.context_parallel.kernels.select import select_kernel
 from megatron.core.context_parallel.layout import Layout
 from megatron.core.context_parallel.ring import RingPlan, RingSteps
-from megatron.core.context_parallel.rows import (
-    RowTasks,
-    exchange_stages,
-    halve_tasks,
-    make_row_tasks,
-    remap_keys,
-    ring_source,
-)
-from megatron.core.context_parallel.steps import LocalSteps, OwnPlan, RowIndex, StepPlan, StepSource
+from megatron.core.context_parallel.steps import LocalSteps, StepSource
 from megatron.core.context_parallel.ulysses import HeadSplit, Ulysses, make_head_split
 from megatron.core.context_parallel.workspace import Workspace
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """The compiled part of a plan for one number of batch rows."""
-
-    steps: StepPlan | RingPlan | ExchangePlan
-    query_ids: Tensor | None
-    """int64 ids of the query rows, for dropout."""
-    tasks: int
-    """Tasks of this rank."""
-    pairs: tuple[int, ...]
-    """Visible pairs of each ring rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +146,9 @@ class AttentionPlan:
                     "one packing for all rows, or one per row"
                 )
             packings = self.packings if many else self.packings * batch
-            made = self.workspace.plan(self._key(packings), lambda: self._compile(packings))
+            made = self.workspace.plan(
+                self._key(packings), lambda: self._compiler().compile(packings)
+            )
             self._batches[batch] = (made, self._source(made))
         return self._batches[batch]
 
@@ -191,70 +172,13 @@ class AttentionPlan:
             return ExchangeSteps(made.steps, self.ring, self.workspace)
         return LocalSteps(made.steps)
 
-    def _compile(self, packings: Sequence[IntArray]) -> BatchPlan:
-        tasks = make_row_tasks(self.layout, packings, self.window, self.causal)
-        visited = np.zeros(tasks.rows, dtype=bool)
-        ring, rank = self.layout.ring_size, self.ring.rank
-        shard = np.arange(tasks.rows, dtype=np.int64)
-        local = self._step(tasks.tasks(rank, rank), visited, rank, shard)
-        steps: StepPlan | RingPlan | ExchangePlan = local
-        programs = [local.program]
-        if self.outer == "p2p":
-            sources = tuple(ring_source(tasks, source) for source in range(ring))
-            rest = [self._ring_step(tasks, sources, hop, visited) for hop in range(1, ring)]
-            own = RowIndex.of(sources[rank].rows, self.device)
-            steps = RingPlan(self._own(tasks, local), (local, *rest), sources, own)
-            programs += [step.program for step in rest]
-        elif self.outer == "all_gather":
-            steps = ExchangePlan(self._own(tasks, local), self._exchange_stages(tasks, visited))
-            programs += [stage.step.program for stage in steps.stages]
-        ids = self._ids(rank, shard)
-        pairs = tuple(tasks.pairs(each) for each in range(ring))
-        return BatchPlan(steps, ids, sum(p.tasks for p in programs), pairs)
-
-    def _step(self, tasks: IntArray, visited: Any, source: int, rows: IntArray) -> StepPlan:
-        program = self.kernel.compile(tasks, visited, self.device)
-        return StepPlan(program, self._ids(source, rows))
-
-    def _own(self, tasks: RowTasks, whole: StepPlan) -> OwnPlan:
-        rank = self.ring.rank
-        early, late = halve_tasks(tasks.tasks(rank, rank))
-        visited = np.zeros(tasks.rows, dtype=bool)  # backward adds, it does not ask
-        parts = [self.kernel.compile(part, visited, self.device) for part in (early, late)]
-        return OwnPlan(whole, *(StepPlan(part, whole.key_ids) for part in parts))
-
-    def _ring_step(
-        self, tasks: RowTasks, sources: Sequence[Any], hop: int, visited: Any
-    ) -> StepPlan:
-        rank = self.ring.rank
-        source = (rank - hop) % self.layout.ring_size
-        walk = sources[source]
-        mapped = remap_keys(tasks.tasks(rank, source), walk.runs, walk.starts)
-        return self._step(mapped, visited, source, walk.rows[: walk.counts[hop]])
-
-    def _exchange_stages(self, tasks: RowTasks, visited: Any) -> tuple[StagePlan, ...]:
+    def _compiler(self) -> Compiler:
         row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        cap = max(1, self.max_exchange_bytes // row_bytes)
-        stages = []
-        for stage in exchange_stages(tasks, self.ring.rank, cap):
-            program = self.kernel.compile(stage.tasks, visited, self.device)
-            ids = None
-            if self.dropout_p > 0:
-                parts = [self._ids(source, rows) for source, rows in enumerate(stage.recv_rows)]
-                ids = torch.cat([part for part in parts if part is not None])
-            leaving = tuple(RowIndex.of(rows, self.device) for rows in stage.send_rows)
-            arriving = tuple(len(rows) for rows in stage.recv_rows)
-            stages.append(StagePlan(StepPlan(program, ids), leaving, arriving))
-        return tuple(stages)
-
-    def _ids(self, source: int, rows: IntArray) -> Tensor | None:
-        """Ids (batch row * seq_length + position) of flat rows of a source, with dropout only."""
-        if self.dropout_p == 0:
-            return None
-        positions = self.layout.ring_positions(source).numpy()
-        batch, row = np.divmod(rows, self.layout.ring_length)
-        ids = batch * self.layout.seq_length + positions[row]
-        return torch.from_numpy(ids).to(self.device)
+        return Compiler(
+            layout=self.layout, kernel=self.kernel, device=self.device, rank=self.ring.rank,
+            outer=self.outer, causal=self.causal, window=self.window,
+            with_ids=self.dropout_p > 0, stage_rows=max(1, self.max_exchange_bytes // row_bytes),
+        )  # fmt: skip
 
     def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, dropout_seed: int | None) -> None:
         """Refuse tensors other than planned.

@@ -34,7 +34,6 @@ from megatron.core.context_parallel.merge import accumulation_dtype
 from megatron.core.context_parallel.rows import RingSource
 from megatron.core.context_parallel.steps import (
     OwnGrads,
-    OwnPlan,
     RowIndex,
     Step,
     StepPlan,
@@ -48,9 +47,10 @@ from megatron.core.context_parallel.workspace import Workspace
 class RingPlan:
     """Steps and walks of one rank."""
 
-    own_step: OwnPlan
+    halves: tuple[StepPlan, StepPlan]
+    """Backward: the own keys in two parts, one behind the first transfer, one behind the last."""
     steps: tuple[StepPlan, ...]
-    """Step t, from 1 on, works on the keys of source (rank - t) mod R; the first is own_step."""
+    """Step t works on the keys of source (rank - t) mod R."""
     sources: tuple[RingSource, ...]
     """By source, equal on all ranks."""
     own: RowIndex
@@ -90,9 +90,9 @@ class RingSteps(StepSource):
             pending = self.channel.swap(sends, receives, f"ring hop {hop + 1}", audit)
             share = None
             if hop == 0:
-                yield Step(self.plan.own_step.early, k, v, own.dk, own.dv)
+                yield Step(self.plan.halves[0], k, v, own.dk, own.dv)
             elif hop == self.size:
-                yield Step(self.plan.own_step.late, k, v, own.dk, own.dv)
+                yield Step(self.plan.halves[1], k, v, own.dk, own.dv)
             elif self.plan.steps[hop].program.tasks:
                 share = self._zeroed_share(hop, buffer)
                 here = (buffer[:, 0], buffer[:, 1])

@@ -29,7 +29,7 @@ from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_task
 NO_TASKS = np.zeros((0, 6), dtype=np.int64)
 
 PIPELINE_STAGES = 8
-STAGE_ROWS = 4096
+STAGE_ROWS = 8192
 """Below this many rows a stage is not worth another all-to-all."""
 
 
@@ -132,32 +132,10 @@ def _count(runs: IntArray) -> int:
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
-def halve_tasks(tasks: IntArray) -> tuple[IntArray, IntArray]:
-    """Divide a rank's own tasks in two parts of about equal work, cutting large causal squares.
-
-    Backward does one part first, behind the first transfer of keys, and the other last, behind the
-    last transfer of gradients.
-    """
-    tasks = trim_tasks(tasks)
-    q_len, k_len = tasks[:, 1] - tasks[:, 0], tasks[:, 3] - tasks[:, 2]
-    pairs = band_pairs(q_len, k_len, tasks[:, 4], tasks[:, 5])
-    square = (tasks[:, 4] == 0) & (q_len == k_len) & (tasks[:, 5] >= q_len - 1)
-    large = square & (4 * pairs > pairs.sum()) & (q_len >= 2)
-    pieces = [tasks[~large]]
-    for q0, q1, k0, k1, _, _ in tasks[large].tolist():
-        half = (q1 - q0) // 2
-        rest = q1 - q0 - half
-        cut = [
-            (q0, q0 + half, k0, k0 + half, 0, half - 1),
-            (q0 + half, q1, k0 + half, k1, 0, rest - 1),
-            (q0 + half, q1, k0, k0 + half, 1 - half, rest - 1),
-        ]
-        pieces.append(np.array(cut, dtype=np.int64))
-    tasks = np.concatenate(pieces)
-    lengths = (tasks[:, 1] - tasks[:, 0], tasks[:, 3] - tasks[:, 2])
-    done = np.cumsum(band_pairs(*lengths, tasks[:, 4], tasks[:, 5]))
-    early = int(np.searchsorted(done, done[-1] / 2)) + 1 if len(done) else 0
-    return tasks[:early], tasks[early:]
+def task_pairs(tasks: IntArray) -> int:
+    """Visible pairs of tasks [n, 6]."""
+    q0, q1, k0, k1, lo, hi = tasks.T
+    return int(band_pairs(q1 - q0, k1 - k0, lo, hi).sum())
 
 
 def run_rows(runs: IntArray) -> IntArray:

@@ -30,17 +30,6 @@ class StepPlan:
     """int64 ids (batch row * seq_length + position) of the step's key rows, for dropout."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OwnPlan:
-    """The step over the own keys: whole in forward, in two parts in backward."""
-
-    whole: StepPlan
-    early: StepPlan
-    """Runs behind the first transfer of keys."""
-    late: StepPlan
-    """Runs behind the last transfer of gradients."""
-
-
 @dataclasses.dataclass
 class Step:
     """Keys at hand and what to compute with them."""
