@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.errors import on_all_ranks
+from megatron.training.load_folder import starts_fresh_when_empty
 from megatron.training.train_state import TrainState
 
 FORMAT_VERSION = 1
@@ -203,7 +204,7 @@ class Checkpointer:
         if warning:
             self._warn(warning)
         if iteration is None:
-            if options.save is not None and Path(options.save).resolve() == root.resolve():
+            if starts_fresh_when_empty(options) and not options.finetune:
                 return None
             raise CheckpointError(
                 f"--load {root} holds no whole checkpoint; check the folder, or leave --load out "

@@ -67,6 +67,7 @@ def pretrain(
             world_size=env.world_size,
             ranks_per_node=env.ranks_per_node,
         )
+        _look_for_checkpoint(resolved)
         if resolved.config.training.dry_run:
             from megatron.training.dry_run import dry_run
 
@@ -79,6 +80,15 @@ def pretrain(
             # A file may be missing on this node alone: the first rank of each node says so.
             print(f"rank {env.rank}: {refusal(error)}", file=sys.stderr, flush=True)
         return USER_ERROR
+
+
+def _look_for_checkpoint(resolved: ResolvedRun) -> None:
+    options = resolved.config.checkpoint
+    if options.load is None:
+        return
+    from megatron.training.load_folder import refuse_missing_checkpoint
+
+    refuse_missing_checkpoint(options)
 
 
 def _run(
@@ -175,6 +185,9 @@ def _train(
     if loaded is not None:
         trainer.state = loaded.train_state
         reporter.say(f"loaded {loaded.folder}: going on after iteration {trainer.state.iteration}")
+    elif resolved.config.checkpoint.load is not None:
+        folder = resolved.config.checkpoint.load
+        reporter.say(f"--load {folder} holds no whole checkpoint yet: starting fresh")
     reporter.open(run_id=trainer.state.run_id, resumed=trainer.state.iteration > 0)
     try:
         return TrainingLoop(trainer, watchdog, started=started).run()

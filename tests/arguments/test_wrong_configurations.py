@@ -303,6 +303,26 @@ WRONG = {
         ["--save-interval 0 must be at least 1"],
     ),
     "load missing": ("", "--load /none/run", 1, ["--load /none/run doesn't exist", "--save"]),
+    "load is a file": ("", "--load setup.py", 1, ["--load setup.py is a file; give the folder"]),
+    "load and save are a file": (
+        "",
+        "--load setup.py --save setup.py",
+        1,
+        ["--save setup.py is a"],
+    ),
+    "ckpt step of a missing folder": (
+        "",
+        "--load /tmp/none/run --save /tmp/none/run --ckpt-step 5",
+        1,
+        ["--load /tmp/none/run doesn't exist, so --ckpt-step 5 can't be loaded"],
+    ),
+    "finetune from a missing folder": (
+        "",
+        "--load /tmp/none/run --save /tmp/none/run --finetune",
+        1,
+        ["--load /tmp/none/run doesn't exist, but --finetune needs its weights"],
+    ),
+    "finetune alone": ("", "--finetune", 1, ["--finetune has no effect without --load"]),
     "ckpt step alone": ("", "--ckpt-step 5", 1, ["--ckpt-step 5 has no effect without --load"]),
     "allowed name": (
         "",
@@ -400,6 +420,16 @@ def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch, flag):
     with pytest.raises(ValueError, match=rf"{flag} .*{tmp_path} is read-only for this user"):
         check_command_line(command_line(f"{flag} {tmp_path}/a/b"), world_size=1)
     check_command_line(command_line(f"{flag} {tmp_path}/a/b --dry-run"), world_size=1)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
+    with pytest.raises(ValueError, match=rf"--load {tmp_path} can't be read by this user"):
+        check_command_line(command_line(f"--load {tmp_path}"), world_size=1)
+
+
+def test_a_folder_that_the_run_will_make_is_no_fault(tmp_path):
+    check_command_line(command_line(f"--load {tmp_path}/a --save {tmp_path}/a"), world_size=1)
 
 
 def test_the_unchanged_command_line_is_fine():

@@ -34,7 +34,7 @@ def saving(facts: Facts) -> Iterator[str]:
 
 
 def loading(facts: Facts) -> Iterator[str]:
-    """Options of loading go with --load, whose folder exists unless it is where we save."""
+    """Options of loading go with --load, whose folder exists unless a fresh run will make it."""
     checkpoint = facts.config.checkpoint
     step = checkpoint.ckpt_step
     if step is not None and step < 1:
@@ -47,9 +47,27 @@ def loading(facts: Facts) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect without --load; add --load DIR"
-    elif not Path(checkpoint.load).is_dir() and not _same(checkpoint.load, checkpoint.save):
+        return
+    folder, same = Path(checkpoint.load), _same(checkpoint.load, checkpoint.save)
+    if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):
+            yield f"--load {folder} can't be read by this user; give another, or its permissions"
+    elif folder.exists():
+        if not same:  # else --save says it
+            yield f"--load {folder} is a file; give the folder that holds the checkpoints"
+    elif step is not None:
         yield (
-            f"--load {checkpoint.load} doesn't exist; give a folder with checkpoints, or the same "
+            f"--load {folder} doesn't exist, so --ckpt-step {step} can't be loaded; give the "
+            "folder with that checkpoint, or leave --ckpt-step out"
+        )
+    elif checkpoint.finetune:
+        yield (
+            f"--load {folder} doesn't exist, but --finetune needs its weights; give the folder "
+            "of the run to start from"
+        )
+    elif not same:
+        yield (
+            f"--load {folder} doesn't exist; give a folder with checkpoints, or the same "
             "folder as --save to start fresh when it is empty"
         )
 
