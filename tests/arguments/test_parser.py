@@ -79,6 +79,21 @@ def test_values_have_the_types_of_their_fields():
     assert config.training.iterations_to_skip == (3, 7) and config.checkpoint.save == "out"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--window-size", "128"],
+        ["--window-size", "127,0"],
+        ["--window-size", "127", "0"],
+        ["--window-size=127,0"],
+        ["--window-size", "(127, 0)"],
+    ],
+)
+def test_a_window_counts_the_query_whichever_way_it_is_written(words):
+    """Megatron's left counts the keys before the query, ours the query's own too."""
+    assert parse_args(words).model.window_size == 128
+
+
 def test_the_last_of_a_repeated_flag_wins():
     config = parse_words("--seed 1 --bf16 --seed 2 --no-bf16 --data-path a --data-path b c")
     assert config.training.seed == 2 and config.model.bf16 is False
@@ -103,6 +118,10 @@ def test_every_switch_goes_both_ways():
         ("--num_layers 4", "--num_layers is an unknown flag; did you mean --num-layers?"),
         ("--zzzz", "--zzzz is an unknown flag; see --help"),
         ("-x 3", "-x is an unknown flag"),
+        ("--window-size 64,64", "--window-size: 64,64 (left,right as in Megatron-LM) is no causal"),
+        ("--window-size 64 64", "right must be 0; use 64,0 or, the same here, 65"),
+        ("--window-size=-1,0", "is no window: every key is seen; leave the flag out"),
+        ("--window-size 64,x", "--window-size: 'x' is not an integer"),
         ("--num-layers four", "--num-layers: 'four' is not an integer"),
         ("--num-layers 4.5", "--num-layers: 4.5 is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),

@@ -5,6 +5,8 @@ and named once in the log; a flag that would change the run is refused by name, 
 instead of being an "unknown argument". Prefixes stand for families of flags.
 """
 
+from megatron.core.config.values import read_int
+
 ALWAYS_ON: dict[str, str] = {
     "--overlap-grad-reduce": "gradient reduction always overlaps with backward",
     "--overlap-param-gather": "parameter gathering always overlaps with forward",
@@ -262,6 +264,32 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("--attention-backend", "local"): "reference",
 }
 """(flag, Megatron's value) -> what it is called here."""
+
+
+def window_size(text: str) -> tuple[str, str | None]:
+    """The number of keys that ``--window-size`` means, and a note if that isn't ``text``.
+
+    Megatron's ``left,right`` counts the keys beside the query, ``i - left .. i + right``; here
+    ``W`` is the latest keys with the query's own among them, so ``127,0`` is 128.
+
+    Raises:
+        ValueError: for a pair that is no causal window.
+    """
+    words = text.strip("() ").replace(",", " ").split()
+    if len(words) != 2:
+        return text, None
+    left, right = (read_int(word) for word in words)
+    pair = f"{left},{right} (left,right as in Megatron-LM)"
+    if left < 0:
+        raise ValueError(f"{pair} is no window: every key is seen; leave the flag out")
+    keys = left + 1
+    if right:
+        raise ValueError(
+            f"{pair} is no causal window: right must be 0; use {left},0 or, the same here, {keys}"
+        )
+    return str(keys), (
+        f"--window-size {pair} is {keys} keys, the query's own included: --window-size {keys}"
+    )
 
 
 def unsupported(flag: str) -> str | None:

@@ -37,9 +37,30 @@ def settings_without_effect(config: RunConfig, stages: Sequence[Stage]) -> Itera
     if all(stage.context_parallel_size == 1 for stage in stages):
         for name in ("cp_comm_type", "cp_layout"):
             yield from _unused(parallel, name, "with a context-parallel size of 1")
+    yield from _without_checkpoints(config)
+    end = stages[-1].end_iteration
+    late = [number for number in config.training.iterations_to_skip if number > end]
+    if late:
+        yield (
+            f"--iterations-to-skip {' '.join(map(str, late))} has no effect: the run ends after "
+            f"iteration {end}"
+        )
+
+
+def _without_checkpoints(config: RunConfig) -> Iterator[str]:
+    """What loads or saves less than usual, where nothing is loaded or saved."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        for name in ("no_load_optim", "no_load_rng", "allow_changed"):
+            yield from _unused(checkpoint, name, "without --load")
+        yield from _unused(config.optimizer, "override_opt_param_scheduler", "without --load")
+    if checkpoint.save is None:
+        yield from _unused(checkpoint, "no_save_optim", "without --save")
 
 
 def _unused(section: Any, name: str, why: str) -> Iterator[str]:
     default = next(field.default for field in dataclasses.fields(section) if field.name == name)
-    if getattr(section, name) != default:
-        yield f"{flag_name(name)} {getattr(section, name)} has no effect {why}"
+    value = getattr(section, name)
+    if value != default:
+        given = flag_name(name) if value is True else f"{flag_name(name)} {value}"
+        yield f"{given} has no effect {why}"

@@ -185,6 +185,8 @@ class _Sorter:
         flag, equals, value = word.partition("=")
         if not _is_flag(word):
             values, flag = [word, *values], ""
+        if flag == "--window-size" and not equals and len(values) == 2:
+            values = [",".join(values)]
         if flag in self.known:
             if not equals and len(values) == 1 and values[0].startswith("-"):
                 self.kept.append([f"{flag}={values[0]}"])  # argparse takes -1e-3 for a flag
@@ -251,6 +253,9 @@ def parse_command_line(argv: Sequence[str]) -> ParsedArguments:
         info = flag_info(fields[name][1])
         assert info is not None
         try:
+            if name == "window_size":
+                value, note = known_flags.window_size(value)
+                sorter.notes += [note] if note else []
             values[name] = _read(name, info, value)
         except ValueError as error:
             problems.append(f"{flag_name(name)}: {error}")
