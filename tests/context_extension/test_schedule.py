@@ -276,14 +276,22 @@ def test_bad_stages_name_stage_key_and_cure(tmp_path, case):
     [
         ("", "the key stages is missing"),
         ("stage: []", "the key stages is missing; did you mean stages?"),
+        ("name: x\nstage: []", "did you mean stages? (the file has stage)"),
+        ("Stages: []", "the key stages is missing; did you mean stages?"),
         ("stages: {}", "stages must be a list with at least one stage"),
         ("stages: []", "stages must be a list with at least one stage"),
         ("stages: [5]", "stage 1: 5 is not a mapping"),
         ("stages: [", "is not YAML"),
         (
             "seq_length: 1\nstages: [{seq_length: 1, train_tokens: 1}]",
-            "unknown key seq_length beside",
+            "unknown key seq_length beside stages; put it into the stages",
         ),
+        (
+            "rope_theta: 1\nstages: []",
+            "unknown key rope_theta beside stages; did you mean rotary_b",
+        ),
+        ("seq_lenght: 1\nstages: []", "beside stages; did you mean seq_length?; put it into"),
+        ("stage: []\nstages: []", "unknown key stage beside stages; did you mean stages?"),
         ("stages:\n  - seq_length: 1\n    seq_length: 2", "key seq_length is given twice"),
         ("stages: [!!python/object/apply:os.getcwd []]", "is not YAML"),
     ],

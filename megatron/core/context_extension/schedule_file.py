@@ -330,6 +330,24 @@ def _read_stage(
     )
 
 
+def _meant_stages(key: Any) -> bool:
+    return str(key).lower() in ("schedule", "phases") or bool(
+        suggestion(str(key).lower(), ["stages"])
+    )
+
+
+def _beside_stages(key: Any) -> str:
+    """What is wrong with a key at the top of the file that isn't ``stages``."""
+    start = f"unknown key {key} beside stages"
+    if key in _READERS:
+        return f"{start}; put it into the stages it is for, or pass it as a flag"
+    if _meant_stages(key):
+        return f"{start}; did you mean stages? keep one list of that name"
+    meant = SYNONYMS.get(str(key).lower())
+    hint = f"; did you mean {meant}?" if meant else suggestion(str(key), _READERS)
+    return f"{start}{hint}; put it into the stages it is for, or remove it"
+
+
 def read_stages(document: Any, defaults: StageDefaults) -> tuple[list[Stage], list[str]]:
     """The stages of a schedule document, unplaced, and all that is wrong with it.
 
@@ -342,13 +360,10 @@ def read_stages(document: Any, defaults: StageDefaults) -> tuple[list[Stage], li
     """
     if not isinstance(document, Mapping) or "stages" not in document:
         keys = document if isinstance(document, Mapping) else ()
-        hint = next((suggestion(str(key), ["stages"]) for key in keys), "")
+        near = (key for key in keys if _meant_stages(key))
+        hint = next((f"; did you mean stages? (the file has {key})" for key in near), "")
         return [], [f"the key stages is missing{hint}; write stages: followed by a list of stages"]
-    problems = [
-        f"unknown key {key} beside stages; put it into the stages it is for"
-        for key in document
-        if key != "stages"
-    ]
+    problems = [_beside_stages(key) for key in document if key != "stages"]
     listed = document["stages"]
     if not isinstance(listed, list) or not listed:
         return [], [
