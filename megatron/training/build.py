@@ -16,7 +16,7 @@ from megatron.core.models.gpt.prepare import compute_dtype
 from megatron.core.optimizer import build_optimizer
 from megatron.core.parallel_state import ParallelState, assert_same_over_ranks, install
 from megatron.core.pipeline_parallel import ActivationShape, layer_ids, make_runner
-from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.arguments import ResolvedRun, RunRecord, check_resume
 from megatron.training.checkpointing import Checkpointer, seed_rank
 from megatron.training.providers import DataProvider, LossProvider, ModelProvider
@@ -35,6 +35,21 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         return config
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     return dataclasses.replace(config, model=model)
+
+
+def open_tokenizer(resolved: ResolvedRun) -> tuple[ResolvedRun, Tokenizer]:
+    """The run's tokenizer, and the run with its vocabulary.
+
+    Raises:
+        ValueError: if the tokenizer can't be opened.
+    """
+    config = resolved.config
+    tokenizer = build_tokenizer(
+        config.tokenizer.tokenizer_type or "NullTokenizer",
+        config.tokenizer.tokenizer_model,
+        config.model.vocab_size,
+    )
+    return dataclasses.replace(resolved, config=with_vocabulary(config, tokenizer)), tokenizer
 
 
 def compare_over_ranks(resolved: ResolvedRun) -> None:

@@ -188,6 +188,7 @@ class TrainingLoop:
             "mfu": tflops / self._peak if self._peak else None,
             "skipped": state.skipped,
             **spread,
+            **trainer.attention.take(interval.steps),
         }
         self._new_interval()
         return record

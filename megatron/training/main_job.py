@@ -7,7 +7,6 @@ exit code 2, without a traceback. A rank that fails, dies or hangs ends the run 
 which name it.
 """
 
-import dataclasses
 import faulthandler
 import logging
 import os
@@ -102,20 +101,14 @@ def _run(
     import torch.distributed as dist
 
     from megatron.core.parallel_state import destroy_model_parallel
-    from megatron.core.tokenizers import build_tokenizer
-    from megatron.training.build import with_vocabulary
+    from megatron.training.build import open_tokenizer
     from megatron.training.initialize import RendezvousError, initialize_distributed
 
     logging.basicConfig(
         level=logging.INFO if env.rank == 0 else logging.WARNING, format="%(message)s"
     )
     config = resolved.config
-    tokenizer = build_tokenizer(
-        config.tokenizer.tokenizer_type or "NullTokenizer",
-        config.tokenizer.tokenizer_model,
-        config.model.vocab_size,
-    )
-    resolved = dataclasses.replace(resolved, config=with_vocabulary(config, tokenizer))
+    resolved, tokenizer = open_tokenizer(resolved)
     try:
         device = initialize_distributed(env, resolved.config)
     except RendezvousError as error:

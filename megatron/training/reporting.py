@@ -59,6 +59,9 @@ def format_training_line(record: Record, total_iterations: int) -> str:
         f"TFLOP/s/device {record['tflops_per_device']:.3g}",
         f"MFU {'-' if record['mfu'] is None else format(record['mfu'], '.1%')}",
     ]
+    if record["context_parallel_size"] > 1 and "cp_comm_type" in record:
+        parts.append(f"cp {record['cp_comm_type']} balance {record['cp_work_balance']:.2f}")
+        parts.append(f"cp wait (ms) {record['cp_exposed_wait'] * 1e3:.1f}")
     if record.get("skipped"):
         parts.append(f"skipped {record['skipped']}")
     return " | ".join(parts)

@@ -183,6 +183,7 @@ def train_step(trainer: Trainer, batches: Sequence[PackedBatch]) -> StepResult:
         )
     else:
         loss, norm = gradients()
+    trainer.attention.add(prepared)
     applied = finite_everywhere(trainer, loss, norm)
     if applied:
         clip_gradients(trainer.parameters, norm, trainer.config.optimizer.clip_grad)

@@ -12,6 +12,7 @@ from megatron.core.datasets import BatchLoader
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import Runner
 from megatron.core.tokenizers import Tokenizer
+from megatron.training.attention_meter import AttentionMeter
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.providers import DataProvider, LossProvider
 from megatron.training.reporting import Reporter
@@ -46,6 +47,8 @@ class Trainer:
     state: TrainState
     workspace: Workspace = dataclasses.field(default_factory=Workspace)
     """Buffers of context-parallel attention, used again by every micro-batch."""
+    attention: AttentionMeter = dataclasses.field(default_factory=AttentionMeter)
+    """Work and traffic of attention since the last log line."""
     stage: Stage | None = None
     """The stage whose loaders and groups are in place; None before the first."""
     loader: BatchLoader | None = None

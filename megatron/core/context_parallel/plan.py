@@ -41,6 +41,8 @@ class AttentionStats:
     """Tasks of this rank per layer."""
     pairs: int
     """Visible (query, key) pairs of this rank per layer."""
+    ring_pairs: tuple[int, ...]
+    """The same of every ring rank."""
     work_balance: float
     """Largest over mean pairs of the ring ranks; 1 is perfect."""
     bytes_sent: int
@@ -129,6 +131,7 @@ class AttentionPlan:
             communication=self.communication,
             tasks=batch.tasks,
             pairs=batch.pairs[self.ring.rank],
+            ring_pairs=batch.pairs,
             work_balance=max(batch.pairs) / mean if mean else 1.0,
             bytes_sent=self.comm.bytes_sent,
             transfers=self.comm.transfers,
