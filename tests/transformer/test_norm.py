@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.config import ModelConfig
 from megatron.core.tensor_parallel import TensorParallel
 from megatron.core.transformer.norm import LayerNorm, RMSNorm, make_norm
+from tests.utils.ranks import run_ranks
 
 EPS = 1e-5
 
@@ -70,6 +72,26 @@ def test_statistics_are_fp32_in_bf16() -> None:
         norm.weight.fill_(1.0)
     y = norm(torch.ones(1, 4096, dtype=torch.bfloat16))
     assert y.float().sub(1.0).abs().max() < 1e-2
+
+
+def _partial_sum(rank: int, world: int, kind: Any) -> None:
+    """Each rank's part of the weight gradient is 2^8 + 1 or its near opposite: 9 bits."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    tp = TensorParallel(mesh, True, dtype=torch.bfloat16)
+    norm = kind(2, tp, name="norm", eps=0.0, partial=True)
+    # +1 and -1 have mean 0 and mean square 1: y = x * weight, exactly, in both norms.
+    x = torch.tensor([[1.0, -1.0]] * 2, dtype=torch.bfloat16)
+    upstream = torch.tensor([[256.0] * 2, [1.0] * 2] if rank == 0 else [[-256.0] * 2, [0.0] * 2])
+    norm(x).backward(upstream.bfloat16())
+    grad = norm.weight.grad
+    assert grad.dtype == torch.bfloat16
+    assert torch.equal(grad.to_local().float(), torch.tensor([1.0, -1.0])), grad.to_local()
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_a_partial_weight_gradient_is_summed_over_ranks_unrounded(kind: Any) -> None:
+    """257 - 256 = 1; bf16, which keeps 8 bits, makes 256 of 257 and the sum 0."""
+    run_ranks(2, _partial_sum, kind)
 
 
 def test_config_names_the_norm() -> None:

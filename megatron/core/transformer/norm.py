@@ -5,7 +5,8 @@
 
 The weights are replicated over tensor-parallel ranks. Where a rank normalizes only a part of the
 activations (a sequence shard, its own heads), ``partial`` says that the weight gradient must be
-summed over tp.
+summed over tp, in fp32. On the CPU its summands are fp32 too; CUDA's kernels sum over the tokens in
+fp32 and give a bf16 weight its gradient in bf16.
 
 RMSNorm on the CPU: torch has a fused forward and no fused backward (five elementwise passes).
 LayerNorm's fused backward with mean 0 gives RMSNorm's dweight, and its dx but for one term:
@@ -48,10 +49,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size] of the same type."""
-        weight = local(self.weight, partial=self.partial)
         if x.device.type == "cpu":
-            return _RMSNormCPU.apply(x, weight, self.eps)
-        return F.rms_norm(x, (self.size,), weight, self.eps)
+            # A low-precision weight's gradient leaves the backward kernel unrounded, in fp32, and
+            # is rounded once, after its sum over tp.
+            stored = self.weight.dtype
+            wide = torch.promote_types(stored, torch.float32)
+            weight = local(self.weight, partial=self.partial, dtype=wide)
+            return _RMSNormCPU.apply(x, weight, self.eps, stored)
+        return F.rms_norm(x, (self.size,), local(self.weight, partial=self.partial), self.eps)
 
     def extra_repr(self) -> str:
         """Size and epsilon."""
@@ -95,13 +100,16 @@ def make_norm(
 
 class _RMSNormCPU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, stored: torch.dtype
+    ) -> torch.Tensor:
+        # The kernel is twice as fast on a weight of x's type; back to that nothing is lost.
+        y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight.to(stored), eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
         dtype, wide, size = x.dtype, rstd.dtype, x.shape[-1]
         x, dy, scale = x.to(wide), grads[0].to(wide).contiguous(), weight.to(wide)
@@ -109,4 +117,4 @@ class _RMSNormCPU(torch.autograd.Function):
             dy, x, [size], torch.zeros_like(rstd), rstd, scale, None, [True, True, False]
         )
         mean = (dy @ (scale / size)).unsqueeze(-1)
-        return dx.addcmul_(rstd, mean).to(dtype), dweight.to(weight.dtype), None
+        return dx.addcmul_(rstd, mean).to(dtype), dweight.to(weight.dtype), None, None
