@@ -55,6 +55,12 @@ def test_a_changed_past_is_refused_until_it_is_allowed_by_name(add, drop, name):
     assert any(note.startswith("allowed by --allow-changed") for note in allowed.notes)
 
 
+def test_the_refusal_says_flag_and_both_values_and_cure():
+    problems = report(record("--split 90,10,0"), record("--split 80,20,0")).problems
+    assert problems[0] == ("split (--split) was 90,10,0 in the checkpoint's run, now 80,20,0")
+    assert "set these flags back, or pass --allow-changed split" in problems[1]
+
+
 def test_one_allowed_change_does_not_allow_another():
     new = record("--seq-length 2048 --rotary-base 1e6 --allow-changed seq_length")
     problems = report(record(), new).problems
@@ -150,6 +156,18 @@ def test_a_changed_earlier_part_is_refused(tmp_path):
     later = [STAGES[0], STAGES[1] | {"rotary_base": 9e4}, STAGES[2]]
     assert report(old, staged(tmp_path, later), iteration=4).problems == ()
     assert report(old, staged(tmp_path, later), iteration=5).problems != ()
+
+
+def test_upsampling_may_change_for_a_stage_that_has_not_begun(tmp_path):
+    """Another set of length buckets starts its documents again: that is refused once begun."""
+    old = staged(tmp_path, STAGES)
+    more = [STAGES[0], STAGES[1] | {"long_document_upsampling": ["1024:2"]}, STAGES[2]]
+    new = staged(tmp_path, more)
+    assert report(old, new, iteration=4).problems == ()
+    problems = report(old, new, iteration=5).problems
+    assert "long_document_upsampling of the tokens from 65,536 on was None (stage 2)" in problems[0]
+    assert "now 1024:2 (stage 2)" in problems[0]
+    assert "--allow-changed long_document_upsampling" in problems[1]
 
 
 def test_a_schedule_may_go_on_from_a_run_without_one(tmp_path):

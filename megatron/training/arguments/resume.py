@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.config import RunConfig
+from megatron.core.config.flags import flag_name
 from megatron.core.config.record import (
     config_fields,
     config_from_json,
@@ -218,7 +219,11 @@ def _changed_run_keys(saved: RunConfig, current: RunConfig) -> Iterator[tuple[st
     for key in RUN_KEYS:
         before, now = value_of(saved, key), value_of(current, key)
         if before != now:
-            yield key, f"{key} was {_show(before)} in the checkpoint's run, now {_show(now)}"
+            yield (
+                key,
+                f"{key} ({flag_name(key)}) was {_show(before)} in the checkpoint's run, now "
+                f"{_show(now)}",
+            )
 
 
 def _changed_past(
