@@ -93,7 +93,7 @@ def test_closing_does_not_wait_for_a_full_queue() -> None:
     time.sleep(0.05)
     start = time.monotonic()
     prefetcher.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10  # not a speed: it must not wait for ever
 
 
 @pytest.mark.timeout(60)

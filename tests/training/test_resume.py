@@ -139,4 +139,4 @@ def test_load_of_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     result = run_job(1, [*TINY, f"--load={tmp_path}/nowhere"])
     assert result.codes == [2]
     assert "--load" in result.errors[0]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50  # sooner than any wait for other ranks ends (60 s)

@@ -122,7 +122,7 @@ def test_first_signal_is_kept_and_second_kills() -> None:
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(5); print('survived')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.stdout == "SIGUSR1\n"
     assert done.returncode == -signal.SIGTERM
 
@@ -136,7 +136,7 @@ def test_the_entry_point_checks_flags_without_torch() -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "sys.exit(code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.returncode == 2, done.stderr
     assert "--num-layers" in done.stderr
     assert "Traceback" not in done.stderr
@@ -195,7 +195,8 @@ def test_a_failing_logger_never_stops_a_run(fail: str) -> None:
         logger.log({"loss": 1.0}, step)
         time.sleep(0.02)
     logger.finish(seconds=1.0)
-    assert time.monotonic() - began < 5
+    # Not a speed: a hanging service must not hang the run (the sink's hang is much longer).
+    assert time.monotonic() - began < 25
     assert len(warnings) == 1
     assert "training goes on" in warnings[0]
 
