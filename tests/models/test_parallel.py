@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.config import ModelConfig
 from megatron.core.context_parallel import make_layout
+from megatron.core.distributed import finalize_gradients
 from megatron.core.models.gpt import GPTModel, prepare_batch
-from megatron.core.tensor_parallel import reduce_partial_gradients
 from tests.models.helpers import (
     assert_close,
     gpt2_fields,
@@ -85,7 +85,7 @@ def _groups(sizes: Grid, rank: int, world: int) -> tuple[Any, Any, Any, int, int
 
 def _gathered(model: GPTModel) -> dict[str, torch.Tensor]:
     """Whole gradients, summed over tp where partial and over the context-parallel ranks."""
-    reduce_partial_gradients(model.parameters())
+    finalize_gradients(model.parameters())
     whole = {}
     for name, grad in gradients(model).items():
         whole[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).contiguous()

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core import collectives
+from megatron.core.distributed import finalize_gradients
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     NormalInit,
@@ -17,7 +18,6 @@ from megatron.core.tensor_parallel import (
     TensorParallel,
     VocabParallelEmbedding,
     padded_vocab_size,
-    reduce_partial_gradients,
 )
 from tests.tensor_parallel.tiny import HIDDEN, VOCAB, Tiny, batch
 from tests.utils.ranks import run_ranks
@@ -35,7 +35,7 @@ def _run(tp: TensorParallel, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     ids, labels = batch()
     loss = model(ids, labels)
     (loss / 7).backward()
-    reduce_partial_gradients(model.parameters())
+    finalize_gradients(model.parameters())
     found = {"loss": loss.detach(), "tokens": model(ids, labels, tokens=True)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert parameter.grad is not None, name
@@ -108,7 +108,7 @@ def _pair(rank: int, world: int, sequence_parallel: bool) -> None:
     y = row(torch.tanh(column(x)))
     torch.testing.assert_close(y, collectives.own_piece(dense.detach(), group), rtol=0, atol=1e-12)
     y.backward(collectives.own_piece(upstream, group))
-    reduce_partial_gradients(row.parameters())
+    finalize_gradients(row.parameters())
     found = [x.grad, *(p.grad.full_tensor() for p in (*column.parameters(), *row.parameters()))]
     expected = [collectives.own_piece(right[0], group), *right[1:]]
     for mine, theirs in zip(found, expected, strict=True):

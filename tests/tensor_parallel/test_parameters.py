@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.distributed import finalize_gradients
 from megatron.core.tensor_parallel import (
     ONES,
     ConstantInit,
@@ -19,7 +20,6 @@ from megatron.core.tensor_parallel import (
     initialization,
     local,
     make_parameter,
-    reduce_partial_gradients,
 )
 from megatron.core.tensor_parallel.initialization import fill_shard
 from tests.tensor_parallel.tiny import Tiny
@@ -194,7 +194,7 @@ def _partial_sums(rank: int, world: int) -> None:
             used = local(parameter, partial=True, dtype=wide)
             assert used.dtype == wide
             (used * parts[rank]).sum().backward()
-        reduce_partial_gradients(made)
+        finalize_gradients(made)
         for parameter in made[:2]:
             assert parameter.grad is not None and parameter.grad.dtype == dtype
             assert parameter.grad.placements == (Replicate(),)

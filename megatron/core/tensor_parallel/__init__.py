@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.parameters import (
     TensorParallel,
     local,
     make_parameter,
-    reduce_partial_gradients,
 )
 from megatron.core.tensor_parallel.random import DropoutKey, dropout
 
@@ -39,6 +38,5 @@ __all__ = [
     "local",
     "make_parameter",
     "padded_vocab_size",
-    "reduce_partial_gradients",
     "vocab_parallel_weight",
 ]

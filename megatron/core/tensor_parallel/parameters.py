@@ -13,7 +13,7 @@ Forgetting the sum over tp is silent and wrong; ``local(parameter, partial=True)
 
 - fp32 and fp64 parameters: the gradient is a DTensor with placement Partial. It accumulates
   locally over micro-batches and FSDP2 sums it over tp when it reduces. Without FSDP2,
-  call `reduce_partial_gradients` after backward.
+  call `megatron.core.distributed.finalize_gradients` after backward.
 - bf16 and fp16 (FSDP2 with ``param_dtype=bfloat16``): FSDP2 would sum that Partial in bf16
   whenever it reduces after a single micro-batch. Instead the sum is taken at once, in the
   backward pass, in fp32, and rounded once; FSDP2 then accumulates in its ``reduce_dtype``.
@@ -22,8 +22,6 @@ Forgetting the sum over tp is silent and wrong; ``local(parameter, partial=True)
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,25 +173,3 @@ def local(
     group = parameter.device_mesh.get_group()
     wide = torch.float32 if tensor.dtype in _LOW_PRECISION else None
     return copy_to_region(tensor, group, reduce_dtype=wide)
-
-
-def reduce_partial_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum gradients that `local` left Partial over tp, in place, one all-reduce a dtype.
-
-    FSDP2 does this by itself; it is needed where parameters are used without FSDP2.
-    """
-    buckets: dict[tuple[DeviceMesh, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and grad.placements[0].is_partial():
-            key = (grad.device_mesh, grad.dtype)
-            buckets.setdefault(key, []).append(parameter)
-    for (mesh, _), members in buckets.items():
-        grads: list[Any] = [member.grad for member in members]
-        flat = torch.cat([grad.to_local().flatten() for grad in grads])
-        dist.all_reduce(flat, group=mesh.get_group())
-        pieces = flat.split([grad.numel() for grad in grads])
-        for member, piece in zip(members, pieces, strict=True):
-            member.grad = DTensor.from_local(
-                piece.view(member.shape), mesh, [Replicate()], run_check=False
-            )
