@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.config.values import read_float, read_int, suggestion
 from megatron.core.context_extension.rope_scaling import read_scaling
-from megatron.core.context_extension.schedule import (
+from megatron.core.context_extension.stage import (
     LENGTH_KEYS,
     LearningRateRule,
     Stage,

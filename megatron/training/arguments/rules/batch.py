@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.context_extension.schedule import LENGTH_KEYS
+from megatron.core.context_extension.stage import LENGTH_KEYS
 from megatron.training.arguments.rules.facts import Facts, divisors_below, near, ranks_near
 
 
