@@ -51,7 +51,9 @@ class ModelConfig:
         None, "Context length before RoPE scaling. Default: --max-position-embeddings."
     )
     window_size: int | None = flag(
-        None, "Sliding window: a query sees this many latest keys, itself included."
+        None,
+        "Sliding window: a query sees this many latest keys, itself included "
+        "(Megatron's left,right is read too: 127,0 is 128).",
     )
     attention_dropout: float = flag(0.1, "Dropout on attention probabilities.")
     hidden_dropout: float = flag(0.1, "Dropout on the residual branches and the embedding.")
