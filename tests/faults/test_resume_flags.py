@@ -33,7 +33,7 @@ def loading(run: Path, folder: Path, name: str, *more: str) -> list[str]:
 def test_a_chosen_step(run: Path, tmp_path: Path) -> None:
     run_job(2, loading(run, tmp_path, "next", "--ckpt-step=4"), timeout=60).check()
     assert numbers(tmp_path, "next") == numbers(run, "run")[4:]
-    refused = run_job(2, loading(run, tmp_path, "next", "--ckpt-step=3"), timeout=60).check(1)
+    refused = run_job(2, loading(run, tmp_path, "next", "--ckpt-step=3"), timeout=60).check(2)
     assert "--ckpt-step 3 has no whole checkpoint" in refused.errors[0]
     assert "[2, 4, 6]" in refused.errors[0]
 
