@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.calls import make_calls
+from megatron.core.context_parallel.kernels import cpu_flash
 from megatron.core.context_parallel.kernels.base import BlockKernel, Dropout, Upstream
 from megatron.core.context_parallel.kernels.cpu_flash import CpuFlashKernel
 from megatron.core.context_parallel.kernels.cuda_flash import (
@@ -149,6 +150,16 @@ def test_random_tasks(name: str) -> None:
         rows, columns = rng.choice((5, 40, 90)), rng.choice((6, 50, 100))
         heads = rng.choice(((2, 2), (4, 2), (3, 1)))
         compare(KERNELS[name], random_tasks(rng, rows, columns), rows, columns, heads)
+
+
+def test_long_tiles_are_copied_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all tiles taken for long ones, and one tile that really is."""
+    torch.manual_seed(12)
+    compare(KERNELS["flash"], np.array([(0, 8, 0, 4200, -FAR, FAR)]), 8, 4200, (4, 2))
+    monkeypatch.setattr(cpu_flash, "HEAD_MAJOR_ROWS", 1)
+    rng = random.Random(12)
+    for _ in range(30):
+        compare(KERNELS["flash"], random_tasks(rng, 40, 50), 40, 50, (4, 2))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -9,12 +9,19 @@ are asserted).
 bfloat16 and float16 are computed in float32: partial results then really are float32 (the op
 returns its input type), forward takes the same time, and backward is several times faster on
 processors without bfloat16 matrix units. Cost: a float32 copy of the rows at hand.
+
+Rows of one head lie far apart in [rows, heads, D]; long tiles walk through them again and again,
+so they are copied head by head first (measured at 8K rows: a few percent of forward, about a
+tenth of backward; short tiles lose by it). Cost: the rows of one call once more.
 """
 
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.kernels.tiled import TileCall, TiledKernel, TileUpstream
+
+HEAD_MAJOR_ROWS = 4096
+"""Tiles with at least so many rows are copied head by head."""
 
 
 class CpuFlashKernel(TiledKernel):
@@ -29,6 +36,7 @@ class CpuFlashKernel(TiledKernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: TileCall
     ) -> tuple[Tensor, Tensor]:
         causal, mask = _mask(q, call)
+        q, k, v = _head_major(call, q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=call.scale
         )
@@ -38,10 +46,18 @@ class CpuFlashKernel(TiledKernel):
         self, up: TileUpstream, q: Tensor, k: Tensor, v: Tensor, call: TileCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         causal, mask = _mask(q, call)
+        grad_out, q, k, v, out = _head_major(call, up.grad_out, q, k, v, up.out)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            up.grad_out, q, k, v, up.out, up.lse, 0.0, causal, attn_mask=mask, scale=call.scale
+            grad_out, q, k, v, out, up.lse, 0.0, causal, attn_mask=mask, scale=call.scale
         )
         return dq, dk, dv
+
+
+def _head_major(call: TileCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tiles [n, heads, rows, D], contiguous if they are long."""
+    if max(call.band.q_len, call.band.k_len) < HEAD_MAJOR_ROWS:
+        return tensors
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def _mask(q: Tensor, call: TileCall) -> tuple[bool, Tensor | None]:
