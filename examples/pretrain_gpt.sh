@@ -2,6 +2,9 @@
 # Pretraining on one node with torchrun, one process per GPU (or per CPU rank).
 #   DATA=corpus/books_text_document TOKENIZER=corpus/tokenizer.model \
 #   OUTPUT=runs/first bash examples/pretrain_gpt.sh [more flags of pretrain_gpt.py]
+# MODE=layouts trains a few steps with each context-parallel layout and communication instead, and
+# leaves a table and OUTPUT/layouts.png: a trial before a long run. TRIAL_FLAGS="--steps 10 ..." are
+# those of tools/benchmark_layouts.py.
 # torchrun turns every exit code into 0 or 1: for runs that are requeued use
 # examples/slurm/pretrain.sbatch. Flags given on the command line win over those below.
 set -euo pipefail
@@ -47,6 +50,11 @@ OUTPUT_FLAGS=(
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+PROGRAM=(pretrain_gpt.py)
+if [ "${MODE:-}" = layouts ]; then
+  # shellcheck disable=SC2086
+  PROGRAM=(tools/benchmark_layouts.py --output "$OUTPUT/layouts.png" ${TRIAL_FLAGS:-} --)
+fi
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" \
-  pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA_FLAGS[@]}" \
+  "${PROGRAM[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA_FLAGS[@]}" \
   "${OUTPUT_FLAGS[@]}" "$@"

@@ -392,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     speaks = env.rank == 0
     if speaks:
+        for path in filter(None, (options.output, options.json)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
         print(
             f"{time.strftime('%Y-%m-%d')}: {len(trials)} trials on {env.world_size} ranks, seq "
             f"length {stage.seq_length}, micro batch {stage.micro_batch_size}, global batch "

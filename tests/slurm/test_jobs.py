@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 40
+SHAPE = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm
   --swiglu --disable-bias-linear --position-embedding-type rope --attention-dropout 0
   --hidden-dropout 0 --seq-length 128 --micro-batch-size 1 --global-batch-size 4
@@ -35,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """jsonl of this repository's tools, and a SentencePiece model of it."""
+    """This repository's tools as jsonl and as data, and a SentencePiece model of them."""
     folder = tmp_path_factory.mktemp("corpus")
     with (folder / "text.jsonl").open("w") as file:
         for source in sorted((ROOT / "tools").glob("*.py")):
@@ -45,6 +46,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"--input={folder}/text.jsonl",
         f"--output-prefix={folder}/tokenizer",
         "--vocab-size=400",
+    )
+    tool(
+        "preprocess_data.py",
+        f"--input={folder}/text.jsonl",
+        f"--output-prefix={folder}/data",
+        "--append-eod",
+        "--tokenizer-type=SentencePieceTokenizer",
+        f"--tokenizer-model={folder}/tokenizer.model",
     )
     return folder
 
@@ -66,19 +75,10 @@ def lines(path: Path) -> list[int]:
 
 
 def test_training_is_requeued_and_resumes(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    tool(
-        "preprocess_data.py",
-        f"--input={corpus}/text.jsonl",
-        f"--output-prefix={corpus}/data",
-        "--append-eod",
-        "--tokenizer-type=SentencePieceTokenizer",
-        f"--tokenizer-model={corpus}/tokenizer.model",
-    )
-    shape = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
     job = submit(
         cluster,
         "pretrain.sbatch",
-        [*shape, f"--output={tmp_path}/job.out"],
+        [*SHAPE, f"--output={tmp_path}/job.out"],
         DATA=f"{corpus}/data_text_document",
         TOKENIZER=f"{corpus}/tokenizer.model",
         OUTPUT=f"{tmp_path}/run",
@@ -121,6 +121,28 @@ def test_training_is_requeued_and_resumes(cluster: Cluster, corpus: Path, tmp_pa
     for here, there in zip(read_metrics(str(metrics)), read_metrics(str(alone)), strict=True):
         assert here["lm_loss"] == pytest.approx(there["lm_loss"], rel=1e-4)
         assert here["consumed_tokens"] == there["consumed_tokens"]
+
+
+def test_layouts_are_tried_before_a_long_run(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    job = submit(
+        cluster,
+        "pretrain.sbatch",
+        [*SHAPE, f"--output={tmp_path}/job.out"],
+        MODE="layouts",
+        TRIAL_FLAGS="--steps 1 --rounds 1 --layouts balanced",
+        DATA=f"{corpus}/data_text_document",
+        TOKENIZER=f"{corpus}/tokenizer.model",
+        OUTPUT=f"{tmp_path}/run",
+        CP="4",
+        MODEL_FLAGS=MODEL,
+    )
+    state = cluster.wait(job, {"COMPLETED", "FAILED", "CANCELLED"}, 300)
+    text = (tmp_path / "job.out").read_text()
+    assert state == "COMPLETED", text
+    assert "fastest: --cp-layout" in text and "<- baseline" in text
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"layouts.png"}
 
 
 def test_array_preprocessing_equals_a_single_run(
