@@ -1,16 +1,47 @@
-"""All ranks read the same corpora, or none trains.
+"""All ranks read the same corpora, and a resumed stage the ones it began with, or none trains.
 
 A rank whose node has an older copy of a data file would train on other rows without a word.
 Compared is what the files hold (``Corpus.identity``), not where they lie. Cost: one all-reduce
 of 16 bytes whenever a part is opened; names are gathered only if something differs.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.core.datasets import DocumentSource
 from megatron.core.parallel_state import assert_same_over_ranks
+
+FREE_WITH = ("data_path", "long_document_upsampling", "split", "mock_data", "tokenizer_model")
+"""Names in ``--allow-changed`` that let the documents of a begun stage be others."""
+
+
+def check_same_documents(
+    source: DocumentSource, state: dict[str, Any], allowed: Collection[str]
+) -> None:
+    """Refuse a stage that was begun on other documents: files replaced under the same name.
+
+    Args:
+        source: what the stage would read now.
+        state: saved position in the data.
+        allowed: names in ``--allow-changed``.
+
+    Raises:
+        ValueError: if a blend of other documents, or of other shares of them, was being read.
+    """
+    now = [[component.name, float(component.weight)] for component in source.components]
+    before = state["stream"]["blend"]
+    if not before or before == now or not set(FREE_WITH).isdisjoint(allowed):
+        return
+    lost = {name for name, _ in before} - {name for name, _ in now}
+    labels = [component.label or component.name for component in source.components]
+    raise ValueError(
+        f"--data-path: the checkpoint's stage was begun on other documents ({len(lost)} of "
+        f"{len(before)} parts are gone) than the files hold now ({', '.join(labels)}); put the "
+        "files of that time back, or write the new ones under another name and pass "
+        "--allow-changed data_path"
+    )
 
 
 def compare_data(source: DocumentSource | None, part: str) -> None:

@@ -14,7 +14,8 @@ from megatron.core.config.parallel import effective_layout
 from megatron.core.context_extension import Stage
 from megatron.core.context_parallel import make_layout
 from megatron.core.datasets import BatchLoader, DocumentSource
-from megatron.training.same_data import compare_data
+from megatron.training.arguments import allowed_names
+from megatron.training.same_data import check_same_documents, compare_data
 from megatron.training.trainer import Trainer
 
 LayoutFn = Callable[[list[torch.Tensor]], Any]
@@ -30,6 +31,9 @@ def enter_stage(trainer: Trainer, stage: Stage) -> None:
             set_rope(stage.rotary_base, stage.rope_scaling, stage.seq_length)
     source = _source(trainer, "train", stage)
     assert source is not None
+    if trainer.state.data is not None and trainer.state.iteration > stage.start_iteration:
+        allowed = allowed_names(trainer.config.checkpoint.allow_changed)
+        check_same_documents(source, trainer.state.data, allowed)
     trainer.loader = make_loader(
         trainer, stage, source, trainer.state.data, trainer.config.data.num_workers
     )

@@ -69,6 +69,25 @@ def test_the_place_in_the_data_survives_other_ranks(tmp_path: Path) -> None:
                 assert abs(here[key] - there[key]) <= 1e-10 * abs(there[key]), (name, key)
 
 
+def test_files_replaced_under_their_name_are_refused(tmp_path: Path) -> None:
+    corpus = write_corpus(f"{tmp_path}/c", documents=60, vocab_size=97, longest=40)
+    more = [f"--data-path={corpus}", "--split=100,0,0", "--global-batch-size=4", "--train-iters=4"]
+    run_job(2, flags(tmp_path, "run", "run", *more, "--exit-interval=2")).check()
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"c.{suffix}").rename(tmp_path / f"old.{suffix}")
+    write_corpus(f"{tmp_path}/c", documents=61, vocab_size=97, longest=40, seed=5)
+    result = run_job(2, flags(tmp_path, "run", "run", *more)).check(2)
+    assert "was begun on other documents" in result.errors[0]
+    assert "--allow-changed data_path" in result.errors[0]
+    assert len(metrics_of(tmp_path / "run.jsonl")) == 2
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"c.{suffix}").rename(tmp_path / f"new.{suffix}")
+        (tmp_path / f"old.{suffix}").rename(tmp_path / f"c.{suffix}")
+    more[0] = f"--data-path={tmp_path}/new"
+    run_job(2, flags(tmp_path, "run", "run", *more, "--allow-changed=data_path")).check()
+    assert len(metrics_of(tmp_path / "run.jsonl")) == 4
+
+
 def rates(folder: Path, name: str) -> list[float]:
     return [r["learning_rate"] for r in read_metrics(f"{folder}/{name}.jsonl") if "lm_loss" in r]
 

@@ -160,6 +160,9 @@ class RowPlanner:
                 f"but it can't be read ({error}); keep the corpus in place"
             ) from error
         if corpus.identity != identity:
-            raise DatasetError(f"{name} isn't the corpus it was when the checkpoint was written")
+            raise DatasetError(
+                f"{name} isn't the corpus it was when the checkpoint was written, and documents of "
+                "it were begun; put its old files back, and write the new ones under another name"
+            )
         self.corpora.append(corpus)
         return len(self.corpora) - 1

@@ -13,12 +13,18 @@ from megatron.training.arguments.resolve import (
     resolve_schedule,
     scaling_from_flags,
 )
-from megatron.training.arguments.resume import ResumeReport, RunRecord, check_resume
+from megatron.training.arguments.resume import (
+    ResumeReport,
+    RunRecord,
+    allowed_names,
+    check_resume,
+)
 
 __all__ = [
     "ResolvedRun",
     "ResumeReport",
     "RunRecord",
+    "allowed_names",
     "build_parser",
     "check_command_line",
     "check_resume",
