@@ -4,7 +4,8 @@ from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.context_parallel.autograd import KeptAttention
 from megatron.core.context_parallel.integrity import IntegrityError, check_same_batch
 from megatron.core.context_parallel.layout import Layout, make_layout
-from megatron.core.context_parallel.plan import AttentionPlan, AttentionStats, prepare_attention
+from megatron.core.context_parallel.plan import AttentionPlan, prepare_attention
+from megatron.core.context_parallel.planned import AttentionStats
 from megatron.core.context_parallel.workspace import Workspace
 
 __all__ = [

@@ -26,12 +26,13 @@ gradient.
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.context_parallel.compile import BatchPlan
 from megatron.core.context_parallel.integrity import Audit
 from megatron.core.context_parallel.kernels.base import (
     Dropout,
@@ -42,12 +43,9 @@ from megatron.core.context_parallel.kernels.base import (
     Upstream,
 )
 from megatron.core.context_parallel.merge import accumulation_dtype, row_delta
+from megatron.core.context_parallel.planned import PlannedAttention
 from megatron.core.context_parallel.steps import OwnGrads, Step
 from megatron.core.context_parallel.ulysses import expand_kv, reduce_kv
-
-if TYPE_CHECKING:
-    from megatron.core.context_parallel.compile import BatchPlan
-    from megatron.core.context_parallel.plan import AttentionPlan
 
 
 class KeptAttention:
@@ -75,7 +73,7 @@ class KeptAttention:
 class _Call:
     """What one layer's call carries besides tensors."""
 
-    plan: "AttentionPlan"
+    plan: PlannedAttention
     batch: int
     layer_number: int | None
     dropout_seed: int | None
@@ -100,7 +98,7 @@ class _Call:
 
 
 def run_attention(
-    plan: "AttentionPlan",
+    plan: PlannedAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -239,7 +237,7 @@ def _attend_backward(
     return dq.total(), own
 
 
-def _inputs(call: _Call, compiled: "BatchPlan", q: Tensor, step: Step, kind: torch.dtype) -> Inputs:
+def _inputs(call: _Call, compiled: BatchPlan, q: Tensor, step: Step, kind: torch.dtype) -> Inputs:
     """Kernel inputs of one step."""
     plan = call.plan
     k = expand_kv(_as_type(plan, "k", step.k, kind), call.expansion)
@@ -255,7 +253,7 @@ def _inputs(call: _Call, compiled: "BatchPlan", q: Tensor, step: Step, kind: tor
     return Inputs(q, k, v, plan.scale, dropout)
 
 
-def _as_type(plan: "AttentionPlan", role: str, x: Tensor, kind: torch.dtype) -> Tensor:
+def _as_type(plan: PlannedAttention, role: str, x: Tensor, kind: torch.dtype) -> Tensor:
     """x in the kernel's type; a converted copy lives in the workspace until the next step."""
     if x.dtype == kind:
         return x
