@@ -6,16 +6,18 @@
 FLAGS are those of pretrain_gpt.py, with ``--context-parallel-size`` above 1 (or a context schedule,
 of which ``--stage`` picks one). Every layout is tried with every communication that the context
 ranks and heads admit; the model is built once. Learning rate is zero and each trial reads the same
-rows, so all must have the same loss: a trial that differs is said to, and the command fails.
+rows, so all must have the same loss and gradient norm: a trial that differs is said to, and the
+command fails (with dropout nothing is compared: its masks depend on the layout).
 Nothing is saved. The contiguous ring and what FLAGS say are always among the trials. All take
 turns over ``--rounds``; medians are compared:
 
     tokens/s        whole steps, data and optimizer included, of all ranks together
     speedup         over the contiguous ring (p2p), and the hours it saves in 1,000 steps
-    exposed wait    seconds a step in which the rank that waited longest stood still in attention
+    exposed wait    mean seconds a step in which the rank that waited longest stood still in
+                    attention, and their share of the mean step
     balance         attention work of the fullest ring rank over the mean (1.00: balanced)
 
-Exit codes: 0 done; 1 losses differ, or a rank failed; 2 the command line is wrong.
+Exit codes: 0 done; 1 numbers differ, or a rank failed; 2 the command line is wrong.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from megatron.core.config.record import replace_values
 from megatron.core.context_extension import ContextSchedule, Stage
 from megatron.training.arguments import ResolvedRun, check_command_line, find_problems, refusal
 from megatron.training.launch_env import LaunchEnvironment, launch_environment
-from tools.command import Parser, run
+from tools.command import Parser, run, writable
 
 PROGRAM = "benchmark_layouts.py"
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
@@ -78,6 +80,8 @@ class Outcome:
     seconds: list[float] = dataclasses.field(default_factory=list)
     """One per timed step: of the slowest rank."""
     loss: float = math.nan
+    """Of the first step, before anything is updated, as is the norm."""
+    grad_norm: float = math.nan
     comm_type: str = ""
     balance: float = math.nan
     waits: list[float] = dataclasses.field(default_factory=list)
@@ -176,6 +180,10 @@ def read_command_line(
     for name in ("steps", "rounds", "warmup"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} must be at least 1")
+    for name in ("output", "json"):
+        path = getattr(options, name)
+        if path and env.rank == 0:
+            writable(f"--{name}", path)
     if not words[at + 1 :]:
         raise ValueError("no flags of a training run; write them after --, as for pretrain_gpt.py")
     resolved = check_command_line(
@@ -261,7 +269,7 @@ class Bench:
             result = train_step(trainer, trainer.loader.next_step())
             seconds = self._together() - began
             if number == 0:
-                outcome.loss = result.loss
+                outcome.loss, outcome.grad_norm = result.loss, result.grad_norm
             if number >= warmup:
                 outcome.seconds.append(self._largest(seconds))
         record = trainer.attention.take(steps)
@@ -293,17 +301,24 @@ class Bench:
 
 
 def same_losses(outcomes: Sequence[Outcome], config: RunConfig) -> list[str]:
-    """A line for each trial whose first loss isn't the baseline's; none with dropout."""
+    """A line for each trial whose first loss or gradient norm isn't the baseline's.
+
+    None with dropout: masks differ between layouts.
+    """
     if config.model.attention_dropout or config.model.hidden_dropout:
         return []
     dtype = "bfloat16" if config.model.bf16 else config.model.params_dtype or "float32"
-    first, limit = outcomes[0].loss, TOLERANCE[dtype]
-    return [
-        f"{outcome.trial.name}: loss {outcome.loss:.10g} instead of {first:.10g} "
-        f"({outcomes[0].trial.name})"
-        for outcome in outcomes
-        if not abs(outcome.loss - first) <= limit * abs(first)
-    ]
+    base, lines = outcomes[0], []
+    for what, factor in (("loss", 1), ("grad_norm", 10)):
+        right = getattr(base, what)
+        for outcome in outcomes:
+            seen = getattr(outcome, what)
+            if not abs(seen - right) <= factor * TOLERANCE[dtype] * abs(right):
+                lines.append(
+                    f"{outcome.trial.name}: {what} {seen:.10g} instead of {right:.10g} "
+                    f"({base.trial.name})"
+                )
+    return lines
 
 
 def table(outcomes: Sequence[Outcome], stage: Stage) -> list[dict[str, Any]]:
@@ -311,7 +326,7 @@ def table(outcomes: Sequence[Outcome], stage: Stage) -> list[dict[str, Any]]:
     base = outcomes[0].step
     rows: list[dict[str, Any]] = []
     for outcome in sorted(outcomes, key=lambda outcome: outcome.step):
-        wait = statistics.median(outcome.waits)
+        wait, mean = statistics.fmean(outcome.waits), statistics.fmean(outcome.seconds)
         rows.append(
             {
                 "trial": outcome.name,
@@ -324,11 +339,12 @@ def table(outcomes: Sequence[Outcome], stage: Stage) -> list[dict[str, Any]]:
                 "speedup": base / outcome.step,
                 "hours_saved_per_1000_steps": (base - outcome.step) * 1000 / 3600,
                 "exposed_wait": wait,
-                "exposed_share": wait / outcome.step,
+                "exposed_share": wait / mean,
                 "balance": outcome.balance,
                 "bytes_sent": outcome.sent,
                 "peak_bytes": outcome.peak_bytes,
                 "loss": outcome.loss,
+                "grad_norm": outcome.grad_norm,
             }
         )
     return rows
@@ -392,8 +408,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     speaks = env.rank == 0
     if speaks:
-        for path in filter(None, (options.output, options.json)):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
         print(
             f"{time.strftime('%Y-%m-%d')}: {len(trials)} trials on {env.world_size} ranks, seq "
             f"length {stage.seq_length}, micro batch {stage.micro_batch_size}, global batch "

@@ -56,6 +56,23 @@ class _Refuse(argparse.Action):
         raise AssertionError("error() leaves")
 
 
+def writable(flag: str, path: str) -> None:
+    """Make the folder of a file that a long command will write at its end.
+
+    Raises:
+        ValueError: if the file can't be written, naming flag and reason.
+    """
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        existed = os.path.exists(path)
+        with open(path, "ab"):
+            pass
+        if not existed:
+            os.unlink(path)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} can't be written: {error.strerror or error}") from None
+
+
 def cores() -> int:
     """How many processes may run at once here (a batch job may own a part of its node)."""
     if hasattr(os, "sched_getaffinity"):

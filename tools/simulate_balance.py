@@ -21,6 +21,7 @@ ranks costs tens of seconds.
 """
 
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -42,11 +43,14 @@ from megatron.core.context_parallel.cost_model import (
     measure,
 )
 from megatron.core.context_parallel.layout import make_layout
-from tools.command import Parser, run
+from tools.command import Parser, run, writable
 
 MIXES = {"web": (665.0, 1.2), "long-mix": (4900.0, 1.8), "books": (60000.0, 1.0)}
 """Median and sigma of log-normal document lengths."""
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+POSITIVE = (
+    "seeds", "tflops", "bandwidth", "num_attention_heads", "num_query_groups", "kv_channels"
+)  # fmt: skip
 COLUMNS = ("work", "lock-step", "rows", "p2p", "all_gather")
 
 
@@ -211,9 +215,25 @@ def parse(arguments: Sequence[str] | None) -> Any:
     add("--kv-channels", type=int, default=128, help="head dim")
     add("--output", metavar="PNG", help="draw a heat map")
     options = parser.parse(arguments)
-    for name in ("seeds", "tflops", "bandwidth", "num_attention_heads", "num_query_groups"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
+    for name in POSITIVE:
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value} must be a number above 0")
+    for name in ("latency", "seed"):
+        value = getattr(options, name)
+        if not 0 <= value < math.inf:
+            parser.error(f"--{name} {value} must be a number of at least 0")
+    heads, groups = options.num_attention_heads, options.num_query_groups
+    if heads % groups:
+        parser.error(
+            f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+        )
+    try:
+        if options.output:
+            writable("--output", options.output)
+        options.points = make_points(options, heads)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
@@ -224,14 +244,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.num_attention_heads, options.num_query_groups, options.kv_channels
     )
     hardware = Hardware(options.tflops * 1e12, options.bandwidth * 1e9, options.latency * 1e-6)
-    points = make_points(options, shape.num_heads)
+    points = options.points
+    seeds = [1 if mix == "dense" else options.seeds for mix in options.mixes]
+    total, done = len(points) * sum(seeds), 0
     started = time.monotonic()
 
     def progress(point: Point, mix: str, seed: int) -> None:
+        nonlocal done
+        done += 1
         end = "\r" if sys.stderr.isatty() else "\n"
         if sys.stderr.isatty() or seed == 0:
             spent = time.monotonic() - started
-            print(f"{spent:6.0f} s  {point.name} {mix} packing {seed}   ", end=end, file=sys.stderr)
+            what = f"[{done}/{total}] {spent:6.0f} s  {point.name} {mix} packing {seed}   "
+            print(what, end=end, file=sys.stderr)
 
     results: dict[tuple[str, str], Samples] = {}
     for point in points:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.context_parallel import (
     IntegrityError,
     check_same_batch,
+    integrity,
     make_layout,
     prepare_attention,
 )
@@ -114,6 +115,38 @@ def test_checksum_sees_changes_and_order() -> None:
     assert not torch.equal(seal(torch.ones(3), 1), seal(torch.ones(3), 2))
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_checksum_sees_many_signs_and_swaps(kind: torch.dtype) -> None:
+    """Sign bits are the top bits of words: a plain sum of words loses pairs of them."""
+    torch.manual_seed(1)
+    x = (torch.randn(4096) + 3).to(kind)
+    base = checksum(x)
+    for step, first in ((1, 0), (2, 1), (4, 3), (8, 7), (16, 15)):
+        y = x.clone()
+        y[first::step] *= -1
+        assert not torch.equal(base, checksum(y)), (step, first)
+    for near in (1, 2, 4, 8, 512, 1024, 2048):
+        y = x.clone()
+        y[7], y[7 + near] = 1.5, -1.5
+        z = x.clone()
+        z[7], z[7 + near] = -1.5, 1.5
+        assert not torch.equal(checksum(y), checksum(z)), near
+        y = x.clone()
+        y[[7, 7 + near]] *= -1
+        assert not torch.equal(base, checksum(y)), near
+    assert not torch.equal(base, checksum(-x))
+    assert not torch.equal(base, checksum(x.roll(1024)))
+    assert not torch.equal(checksum(x[1:]), base)
+    assert torch.equal(checksum(x[1:]), checksum(x[1:].clone()))  # whatever the offset
+
+
+def test_checksum_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1000)
+    whole = checksum(x)
+    monkeypatch.setattr(integrity, "_BLOCK", 64)
+    assert torch.equal(whole, checksum(x))
+
+
 def batches(rank: int, world: int, differs: int | None) -> str:
     group = dist.group.WORLD
     rows = [3, 4, 5] if rank != differs else [3, 4, 6]
@@ -134,3 +167,38 @@ def test_different_batches_stop_every_rank() -> None:
         assert "sample_ids of ranks [2] differs from that of rank 0" in message
         assert "iteration 12" in message
     check_same_batch({"x": 1}, None, iteration=1)
+
+
+def attend_alone() -> float:
+    plan = prepare_attention(
+        layout=make_layout("contiguous", 8, 1), cu_seqlens=None, num_heads=1, num_kv_heads=1,
+        head_dim=4, ring_group=None, ulysses_group=None, dtype=torch.float32, device="cpu",
+        check_iteration=3,
+    )  # fmt: skip
+    return float(plan(*(torch.ones(1, 8, 1, 4) for _ in range(3)))[0].sum())
+
+
+def test_one_rank_without_process_groups_checks_nothing() -> None:
+    assert attend_alone() == 32.0
+
+
+def uneven(rank: int, world: int, dtype: torch.dtype, head_dim: int, with_lse: bool) -> bool:
+    """A checked call whose messages start at odd places of their buffers."""
+    _, group = make_groups(world, 1)
+    layout = make_layout("contiguous", 5 * world, 1, world)
+    plan = prepare_attention(
+        layout=layout, cu_seqlens=None, num_heads=5, num_kv_heads=5, head_dim=head_dim,
+        ring_group=None, ulysses_group=group, dtype=dtype, device="cpu", check_iteration=3,
+    )  # fmt: skip
+    q, k, v = (torch.randn(1, 5, 5, head_dim).to(dtype).requires_grad_() for _ in range(3))
+    out, _ = plan(q, k, v, return_lse=with_lse)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "with_lse"),
+    [(torch.float32, 16, True), (torch.float32, 5, False), (torch.bfloat16, 6, False)],
+)
+def test_messages_at_any_offset(dtype: torch.dtype, head_dim: int, with_lse: bool) -> None:
+    assert run_ranks(2, uneven, dtype, head_dim, with_lse) == [True, True]

@@ -44,12 +44,19 @@ def test_flags_of_the_cost_model_matter(capsys):
         (["--ranks", "12", "--ulysses", "8"], "--ranks 12 must be a positive multiple"),
         (["--seq-length", "1G"], "--seq-length 1G must be a positive number"),
         (["--ranks", "64", "--ulysses", "64"], "must not exceed --num-attention-heads 32"),
+        (["--bandwidth", "nan"], "--bandwidth nan must be a number above 0"),
+        (["--kv-channels", "0"], "--kv-channels 0 must be a number above 0"),
+        (["--latency", "-1"], "--latency -1.0 must be a number of at least 0"),
+        (["--seed", "-1"], "--seed -1 must be a number of at least 0"),
+        (["--num-attention-heads", "5"], "5 must be a multiple of --num-query-groups 8"),
+        (["--output", "/proc/no/a.png"], "--output /proc/no/a.png can't be written"),
         (["--seq-length", "1000", "--ranks", "32", "--mixes", "dense"], "must be a multiple of 64"),
     ],
 )
-def test_refusals(flags, words):
-    with pytest.raises(ValueError, match=words):
+def test_refusals(flags, words, capsys):
+    with pytest.raises(SystemExit) as ended:
         main(flags)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_as_a_command():

@@ -77,7 +77,8 @@ def _meter_on_rank(rank: int, world: int) -> list[dict[str, object]]:
     bounds = torch.tensor([0, 40, 64], dtype=torch.int32)
     pairs = tuple(int(n) for n in pair_matrix(make_layout("contiguous", 64, 2), bounds).sum(1))
     meter = AttentionMeter()
-    stats = AttentionStats("p2p", 3 + rank, pairs[rank], pairs, 1.0, 100 * (rank + 1), 2, 0.5, 4)
+    kind = ("all_gather", "p2p")[rank]
+    stats = AttentionStats(kind, 3 + rank, pairs[rank], pairs, 1.0, 100 * (rank + 1), 2, 0.5, 4)
     meter.add([_Batch(_Plan(stats)), _Batch(_Plan(stats))])  # type: ignore[list-item]
     return [meter.take(2), meter.take(1), {"pairs": pairs}]
 
@@ -87,7 +88,7 @@ def test_sums_over_micro_batches_and_ranks() -> None:
     assert other == [first, empty, known]
     pairs = known["pairs"]
     assert first == {
-        "cp_comm_type": "p2p",
+        "cp_comm_type": "p2p/all_gather",
         "cp_work_balance": pytest.approx(max(pairs) / (sum(pairs) / 2)),
         "dp_work_balance": pytest.approx(1.0),
         "cp_tasks": 4.0,

@@ -31,7 +31,7 @@ def test_trials_on_ranks(tmp_path: Path) -> None:
     """Tensor 2 x context 2: table, JSON and picture; all trials have one loss."""
     done = run_tool(
         4, "--steps=1", "--rounds=1", "--layouts=balanced", f"--json={tmp_path}/l.json",
-        f"--output={tmp_path}/l.png", "--", *TINY, "--context-parallel-size=2",
+        f"--output={tmp_path}/new/l.png", "--", *TINY, "--context-parallel-size=2",
         "--tensor-model-parallel-size=2", "--sequence-parallel", "--cp-layout=zigzag",
         "--lr-warmup-iters=1",
     )  # fmt: skip
@@ -52,7 +52,7 @@ def test_trials_on_ranks(tmp_path: Path) -> None:
     base = next(row for row in rows if row["trial"] == "contiguous p2p 1x2")
     balanced = next(row for row in rows if row["trial"] == "balanced p2p 1x2")
     assert base["speedup"] == 1.0 and base["balance"] > balanced["balance"] >= 1.0
-    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "l.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_candidates_of_six() -> None:
@@ -66,6 +66,8 @@ def test_candidates_of_six() -> None:
     ("argv", "told"),
     [
         ([], "write them after --"),
+        (["--json=/proc/no/x", "--", *TINY], "--json /proc/no/x can't be written: "),
+        (["--output=/", "--", *TINY], "--output / can't be written: Is a directory"),
         (["--steps=0", "--", *TINY], "--steps 0 must be at least 1"),
         (["--", *TINY], "--context-parallel-size 1 (of the stage) leaves nothing to compare"),
         (["--stage=2", "--", *TINY], "--stage 2 must be from 1 to 1"),
@@ -80,12 +82,15 @@ def test_refusals(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
 def test_a_wrong_loss_is_told() -> None:
     config = replace_values(RunConfig(), {"attention_dropout": 0.0, "hidden_dropout": 0.0})
     outcomes = [
-        Outcome(Trial("contiguous", "p2p", (1, 2)), loss=2.0),
-        Outcome(Trial("zigzag", "p2p", (1, 2)), loss=2.0 * (1 + 9e-6)),
-        Outcome(Trial("striped", "p2p", (1, 2)), loss=2.001),
-        Outcome(Trial("balanced", "p2p", (1, 2)), loss=float("nan")),
+        Outcome(Trial("contiguous", "p2p", (1, 2)), loss=2.0, grad_norm=3.0),
+        Outcome(Trial("zigzag", "p2p", (1, 2)), loss=2.0 * (1 + 9e-6), grad_norm=3.0 * (1 + 9e-5)),
+        Outcome(Trial("striped", "p2p", (1, 2)), loss=2.001, grad_norm=3.0),
+        Outcome(Trial("balanced", "p2p", (1, 2)), loss=float("nan"), grad_norm=3.0),
+        Outcome(Trial("any", "a2a", (2, 1)), loss=2.0, grad_norm=3.01),
     ]
-    lines = same_losses(outcomes, config)
-    assert [line.split(":")[0] for line in lines] == ["striped p2p 1x2", "balanced p2p 1x2"]
+    told = [line.split(" instead")[0] for line in same_losses(outcomes, config)]
+    assert told == [
+        "striped p2p 1x2: loss 2.001", "balanced p2p 1x2: loss nan", "any a2a 2x1: grad_norm 3.01",
+    ]  # fmt: skip
     # Masks of dropout differ between layouts, so there is nothing to compare.
     assert same_losses(outcomes, replace_values(config, {"hidden_dropout": 0.1})) == []

@@ -42,7 +42,7 @@ def context_parallel_attention(
             documents do not see each other. None: one document.
         causal: False for attention in both directions inside each document.
         window: keys j with 0 <= i - j < window.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        scale: of the scores, above 0; default 1 / sqrt(head_dim).
         cp_comm_type: auto, p2p, a2a, a2a+p2p, all_gather, a2a+all_gather.
         backend: auto, flash, cudnn, reference.
         return_lse: return (out, lse).

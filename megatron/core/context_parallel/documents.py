@@ -31,6 +31,8 @@ def normalize_cu_seqlens(cu_seqlens: Any, seq_length: int) -> IntArray:
     if cu_seqlens is None:
         return np.array([0, seq_length], dtype=np.int64)
     if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.is_meta:
+            raise ValueError("cu_seqlens on the meta device holds no numbers; put it on the CPU")
         cu_seqlens = cu_seqlens.detach().cpu().numpy()
     bounds = np.asarray(cu_seqlens)
     if bounds.ndim != 1 or bounds.size < 2:
@@ -73,20 +75,3 @@ def document_bounds(bounds: IntArray, positions: IntArray) -> tuple[IntArray, In
     """Start and end of the document that holds each global position."""
     index = np.searchsorted(bounds, positions, side="right") - 1
     return bounds[index], bounds[index + 1]
-
-
-def check_window(window: int | None, causal: bool) -> None:
-    """Refuse windows that are not positive or that come without causality.
-
-    Raises:
-        ValueError: naming the value and the cure.
-    """
-    if window is None:
-        return
-    if window < 1:
-        raise ValueError(f"window {window} must be at least 1 (1: each token sees itself); or None")
-    if not causal:
-        raise ValueError(
-            f"window {window} means keys j with 0 <= i - j < window and so needs causal=True; "
-            "pass window=None for bidirectional attention"
-        )

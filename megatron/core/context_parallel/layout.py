@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from megatron.core.config.parallel import layout_multiple
+from megatron.core.context_parallel.checks import whole_number
 from megatron.core.context_parallel.dealing import deal_balanced
 from megatron.core.context_parallel.documents import IntArray, normalize_packings
 
@@ -217,6 +218,9 @@ def make_layout(
     Raises:
         ValueError: for an unknown kind, a length that does not divide, bad boundaries.
     """
+    seq_length = whole_number("--seq-length", seq_length)
+    ring_size = whole_number("ring size", ring_size)
+    ulysses_size = whole_number("ulysses size", ulysses_size)
     multiple = layout_multiple(kind, ring_size, ulysses_size)
     if seq_length < 1 or seq_length % multiple:
         below = max(0, seq_length) // multiple * multiple

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatron.core.context_parallel.autograd import KeptAttention, run_attention
 from megatron.core.context_parallel.channel import Channel, CommStats
+from megatron.core.context_parallel.checks import check_settings, check_window
 from megatron.core.context_parallel.choice import outer_communication
 from megatron.core.context_parallel.cost_model import AttentionShape
-from megatron.core.context_parallel.documents import check_window, normalize_packings
+from megatron.core.context_parallel.documents import normalize_packings
 from megatron.core.context_parallel.kernels.select import select_kernel
 from megatron.core.context_parallel.layout import Layout
 from megatron.core.context_parallel.planned import PlannedAttention
@@ -71,7 +72,7 @@ class AttentionPlan(PlannedAttention):
             ValueError: naming what was given and what was planned.
         """
         heads, kv_heads = self.split.num_heads, self.split.num_kv_heads
-        batch = q.shape[0]
+        batch = q.shape[0] if q.ndim else 0
         for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
             expected = (batch, self.layout.local_length, count, self.head_dim)
             if tuple(x.shape) != expected:
@@ -120,7 +121,7 @@ def prepare_attention(
         num_heads, num_kv_heads, head_dim: local heads of the tensor-parallel rank, and D.
         ring_group, ulysses_group: groups of the layout's sizes, or None for size one.
         causal, window: keys j with j <= i, and with i - j < window; False: both directions.
-        scale: of the scores; default 1 / sqrt(D).
+        scale: of the scores, above 0; default 1 / sqrt(D).
         cp_comm_type, backend: as the flags --cp-comm-type and --attention-backend.
         dropout_p: attention dropout; only the reference kernel has it.
         dtype, device: of q, k and v.
@@ -131,7 +132,10 @@ def prepare_attention(
     Raises:
         ValueError: for whatever cannot be done exactly as asked.
     """
-    check_window(window, causal)
+    check_settings(
+        head_dim=head_dim, scale=scale, dtype=dtype, max_exchange_bytes=max_exchange_bytes
+    )  # fmt: skip
+    window = check_window(window, causal)
     packings = normalize_packings(cu_seqlens, layout.seq_length)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize)
     outer = outer_communication(cp_comm_type, layout, packings, window, causal, shape)

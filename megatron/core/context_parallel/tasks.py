@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.core.context_parallel.checks import check_window
 from megatron.core.context_parallel.documents import (
     IntArray,
-    check_window,
     document_bounds,
     normalize_cu_seqlens,
 )

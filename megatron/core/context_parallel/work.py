@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.context_parallel.checks import check_window
 from megatron.core.context_parallel.documents import (
     IntArray,
-    check_window,
     document_bounds,
     normalize_cu_seqlens,
 )
