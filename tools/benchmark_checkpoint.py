@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from tools.command import writable
 from tools.rank_team import Team
 
 BLOCKS = 32
@@ -116,7 +117,13 @@ def _load(jobs: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.json:
+            writable("--json", args.json)
+    except ValueError as error:
+        parser.error(str(error))
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
         team = Team("tools.benchmark_checkpoint", args.ranks, args.threads)

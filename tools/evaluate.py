@@ -31,7 +31,7 @@ from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.long_context_eval import position_loss, report, retrieval
 from megatron.training.long_context_eval.checkpoint_model import LoadedModel, load_model
 from megatron.training.long_context_eval.passkey_mix import PasskeyMix
-from tools.command import Parser, run
+from tools.command import Parser, run, writable
 from tools.evaluation_pictures import draw_grids, draw_position_losses
 
 
@@ -40,6 +40,7 @@ def main() -> int:
     parser = _parser()
     args = parser.parse()
     named = _named(args.load, parser)
+    writable("--output", os.path.join(args.output, "evaluation.txt"))
     losses: dict[str, position_loss.PositionLoss] = {}
     grids: dict[str, retrieval.RetrievalGrid] = {}
     trained: dict[str, int] = {}

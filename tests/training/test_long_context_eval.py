@@ -328,6 +328,8 @@ def test_the_command_writes_tables_and_pictures(run: Path, tmp_path: Path) -> No
     values = json.loads((tmp_path / "evaluation.json").read_text())
     assert values["passkey"]["now"]["lengths"] == [64, 128]
     assert values["loss_by_position"]["now"]["documents"] == 12  # a fifth of 60
+    blocked = call("tools/evaluate.py", f"--load={tmp_path}/none", "--output=/proc/no")
+    assert "--output /proc/no/evaluation.txt can't be written" in blocked.stderr
     missing = call("tools/evaluate.py", f"--load={tmp_path}/none", f"--output={tmp_path}")
     assert missing.returncode == 1 and "holds no whole checkpoint" in missing.stderr
     assert "Traceback" not in missing.stderr
