@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe, on_all_ranks
 from megatron.core.dist_checkpointing.pieces import Piece
 from megatron.core.dist_checkpointing.planners import PieceLoadPlanner, PieceSavePlanner
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 from megatron.core.dist_checkpointing.storage import (
     ChecksumWriter,
     SafeReader,
@@ -58,6 +59,7 @@ def write_checkpoint(
     *,
     group: dist.ProcessGroup,
     keep: int = 0,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write a checkpoint and, once all of it is on disk, point to it. Collective.
 
@@ -68,6 +70,7 @@ def write_checkpoint(
         state: what isn't a tensor; JSON; rank 0's counts.
         group: gloo group of the whole world.
         keep: how many newest checkpoints stay (0: all).
+        progress: called as this rank gets on, block by block.
 
     Raises:
         CheckpointError: on all ranks; the checkpoints that were there stay untouched.
@@ -82,7 +85,7 @@ def write_checkpoint(
 
     try:
         _on_first(prepare, group, f"preparing {saving}")
-        files = _write_tensors(saving, dict(pieces), group)
+        files = _write_tensors(saving, dict(pieces), group, progress)
 
         def finish() -> None:
             body = json.dumps(state, indent=1).encode()
@@ -102,9 +105,9 @@ def write_checkpoint(
 
 
 def _write_tensors(
-    folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup
+    folder: Path, pieces: dict[str, Piece], group: dist.ProcessGroup, progress: Progress
 ) -> dict[str, tuple[int, int]]:
-    writer = ChecksumWriter(folder)
+    writer = ChecksumWriter(folder, progress)
     try:
         dcp_save(
             dict(pieces),
@@ -141,7 +144,9 @@ def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(entry, "size", ())) for name, entry in listing.items()}
 
 
-def verify_checkpoint(folder: Path, *, group: dist.ProcessGroup) -> None:
+def verify_checkpoint(
+    folder: Path, *, group: dist.ProcessGroup, progress: Progress = no_progress
+) -> None:
     """Check the crc32 of every file, each file by one rank. Collective.
 
     Raises:
@@ -151,14 +156,20 @@ def verify_checkpoint(folder: Path, *, group: dist.ProcessGroup) -> None:
 
     def check() -> None:
         names = sorted(directory.read_checksums(folder))
-        problems = directory.damaged_files(folder, names[rank::world])
+        problems = directory.damaged_files(folder, names[rank::world], progress)
         if problems:
             raise CheckpointError("; ".join(problems))
 
     on_all_ranks(check, group, f"verifying {folder}")
 
 
-def read_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: dist.ProcessGroup) -> None:
+def read_pieces(
+    folder: Path,
+    pieces: Mapping[str, Piece],
+    *,
+    group: dist.ProcessGroup,
+    progress: Progress = no_progress,
+) -> None:
     """Read this rank's pieces from a checkpoint of any layout, in place. Collective.
 
     Raises:
@@ -171,7 +182,7 @@ def read_pieces(folder: Path, pieces: Mapping[str, Piece], *, group: dist.Proces
         dcp_load(
             dict(live),
             storage_reader=SafeReader(folder, metadata),
-            planner=PieceLoadPlanner(live),
+            planner=PieceLoadPlanner(live, progress),
             process_group=group,
         )
     except (Exception, CheckpointException) as error:

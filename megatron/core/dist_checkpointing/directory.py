@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
@@ -99,17 +100,20 @@ def is_complete(folder: Path) -> bool:
     )
 
 
-def file_crc32(path: Path) -> tuple[int, int]:
+def file_crc32(path: Path, progress: Progress = no_progress) -> tuple[int, int]:
     """(crc32, bytes) of a file, read in pieces of 8 MiB."""
     crc = size = 0
     with path.open("rb") as file:
         while block := file.read(8 << 20):
             crc = zlib.crc32(block, crc)
             size += len(block)
+            progress()
     return crc, size
 
 
-def damaged_files(folder: Path, names: Iterable[str]) -> list[str]:
+def damaged_files(
+    folder: Path, names: Iterable[str], progress: Progress = no_progress
+) -> list[str]:
     """What is wrong with the named files of a checkpoint, one line each; empty if nothing."""
     expected = read_checksums(folder)
     problems = []
@@ -119,7 +123,7 @@ def damaged_files(folder: Path, names: Iterable[str]) -> list[str]:
         if not path.is_file():
             problems.append(f"{path} is missing")
             continue
-        found_crc, found_size = file_crc32(path)
+        found_crc, found_size = file_crc32(path, progress)
         if found_size != size:
             problems.append(f"{path} has {found_size} bytes instead of {size}")
         elif found_crc != crc:

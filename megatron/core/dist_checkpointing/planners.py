@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.pieces import Piece
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
@@ -66,9 +67,10 @@ class PieceSavePlanner(DefaultSavePlanner):
 class PieceLoadPlanner(DefaultLoadPlanner):
     """Reads into the pieces' live memory; every name and size must be in the checkpoint."""
 
-    def __init__(self, pieces: dict[str, Piece]) -> None:
+    def __init__(self, pieces: dict[str, Piece], progress: Progress = no_progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
+        self._progress = progress
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
@@ -95,6 +97,9 @@ class PieceLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn!r} is not a tensor; it is not read")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._progress()
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self._pieces[index.fqn].tensor

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.checkpoint_io import write_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.pieces import Piece
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
 
 class CheckpointSaver:
@@ -35,7 +36,10 @@ class CheckpointSaver:
         self._group = group
         self._background = background
         self._keep = keep
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """Writes in the background; None before the first save and after ``wait``."""
+        self.progress: Progress = no_progress
+        """Called as a save gets on, by the thread that writes."""
         self._error: CheckpointError | None = None
         self._snapshot: dict[str, Piece] = {}
 
@@ -50,13 +54,13 @@ class CheckpointSaver:
             self._write(iteration, pieces, state)
             return
         self._snapshot = self._copied(pieces)
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._write_quietly,
             args=(iteration, self._snapshot, dict(state)),
-            name="checkpoint-saver",
+            name=f"the save of iteration {iteration} in the background",
             daemon=True,
         )
-        self._thread.start()
+        self.thread.start()
 
     def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         before = self._snapshot
@@ -66,7 +70,15 @@ class CheckpointSaver:
         }
 
     def _write(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
-        write_checkpoint(self.root, iteration, pieces, state, group=self._group, keep=self._keep)
+        write_checkpoint(
+            self.root,
+            iteration,
+            pieces,
+            state,
+            group=self._group,
+            keep=self._keep,
+            progress=self.progress,
+        )
 
     def _write_quietly(
         self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]
@@ -88,9 +100,9 @@ class CheckpointSaver:
         Raises:
             CheckpointError: if it failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -27,6 +27,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
 _METADATA_MODULES = {
     "torch.distributed.checkpoint.metadata": {
@@ -98,11 +99,19 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
+WRITE_BYTES = 64 << 20
+"""After so many bytes a writer says that it gets on."""
+SYNC_BYTES = 1 << 30
+"""After so many bytes they are flushed to disk, so that the flush at the end is no long silence."""
+
+
 class _ChecksumStream(io.RawIOBase):
     """Passes writes on and keeps their crc32; readers see the plain file."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, progress: Progress) -> None:
         self._file = file
+        self._progress = progress
+        self._synced = 0
         self.crc = 0
         self.size = 0
 
@@ -111,12 +120,20 @@ class _ChecksumStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
+        for start in range(0, len(view), WRITE_BYTES):
+            self._write_block(view[start : start + WRITE_BYTES])
+        return len(view)
+
+    def _write_block(self, block: memoryview) -> None:
+        self.crc = zlib.crc32(block, self.crc)
         done = 0
-        while done < len(view):  # a raw file may take less than it is given
-            done += self._file.write(view[done:])
+        while done < len(block):  # a raw file may take less than it is given
+            done += self._file.write(block[done:])
         self.size += done
-        return done
+        if self.size - self._synced >= SYNC_BYTES:
+            os.fdatasync(self._file.fileno())
+            self._synced = self.size
+        self._progress()
 
     def tell(self) -> int:
         return self.size
@@ -135,7 +152,8 @@ class _ChecksumStream(io.RawIOBase):
 
 
 class _ChecksumFileSystem(FileSystem):
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self.written: dict[str, tuple[int, int]] = {}
 
     @contextmanager
@@ -145,7 +163,8 @@ class _ChecksumFileSystem(FileSystem):
                 yield stream
             return
         # Tensors come in large blocks; a buffer would only copy them once more.
-        stream = _ChecksumStream(Path(path).open("wb", buffering=0))  # noqa: SIM115
+        file = Path(path).open("wb", buffering=0)  # noqa: SIM115
+        stream = _ChecksumStream(file, self._progress)
         try:
             yield stream
         finally:
@@ -162,9 +181,9 @@ class _ChecksumFileSystem(FileSystem):
 class ChecksumWriter(FileSystemWriter):
     """torch's writer into a fresh folder, keeping crc32 and size of each file it wrote."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress = no_progress) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
-        self._checksums = _ChecksumFileSystem()
+        self._checksums = _ChecksumFileSystem(progress)
         self.fs = self._checksums
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
