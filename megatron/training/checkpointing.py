@@ -193,6 +193,9 @@ class Checkpointer:
         """Load what ``--load`` asks for; None means a fresh start. Collective.
 
         Raises:
+        if with_optimizer:
+            # Before the first update there is none, and a resume would miss it.
+            ensure_optimizer_state(self._optimizer)
             CheckpointError: if there is nothing to load, or what there is can't be loaded.
             ValueError: if the saved run differs in what must not differ.
         """
@@ -280,6 +283,8 @@ class Checkpointer:
         """Every stored weight must have a place in this run; read_pieces checks the converse."""
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, sorted(pieces), group=self._group)
+        else:
+            saved.train_state.optimizer_steps = 0  # those of the optimizer that starts here
         known = {name for part in names for name in part}
         prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
         left = [n for n in stored_tensors(folder) if n.startswith(prefixes) and n not in known]

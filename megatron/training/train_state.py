@@ -20,7 +20,7 @@ class TrainState:
     data: dict[str, Any] | None = None
     """Position in the document stream; None at the start."""
     optimizer_steps: int = 0
-    """Steps whose update was applied; skipped ones are not."""
+    """Updates that the optimizer's state has seen: applied steps since it started from nothing."""
     skipped: int = 0
     """Steps whose update was skipped."""
     skipped_in_a_row: int = 0
