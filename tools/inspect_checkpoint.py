@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.checkpoint_io import read_state
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.storage import read_metadata_safely
+from megatron.core.dist_checkpointing.listing import read_metadata_safely
 from tools.command import Parser, run
 
 

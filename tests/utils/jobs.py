@@ -19,8 +19,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron.core.dist_checkpointing import Piece
+from megatron.core.dist_checkpointing.listing import read_metadata_safely
 from megatron.core.dist_checkpointing.planners import PieceLoadPlanner
-from megatron.core.dist_checkpointing.storage import SafeReader, read_metadata_safely
+from megatron.core.dist_checkpointing.storage import SafeReader
 from megatron.training.metrics_file import read_metrics
 from tests.utils.ranks import forkserver
 

@@ -22,15 +22,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron.core.dist_checkpointing import directory
-from megatron.core.dist_checkpointing.errors import CheckpointError, describe, on_all_ranks
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointError,
+    describe,
+    kind_of,
+    on_all_ranks,
+)
+from megatron.core.dist_checkpointing.listing import read_metadata_safely
 from megatron.core.dist_checkpointing.pieces import Piece
 from megatron.core.dist_checkpointing.planners import PieceLoadPlanner, PieceSavePlanner
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
-from megatron.core.dist_checkpointing.storage import (
-    ChecksumWriter,
-    SafeReader,
-    read_metadata_safely,
-)
+from megatron.core.dist_checkpointing.storage import ChecksumWriter, SafeReader
 
 SPACE_RESERVE = 64 << 20
 """Bytes that must stay free beside a checkpoint (listing, state, metrics)."""
@@ -173,7 +175,8 @@ def read_pieces(
     """Read this rank's pieces from a checkpoint of any layout, in place. Collective.
 
     Raises:
-        CheckpointError: if a name or a shape differs, naming it, on all ranks.
+        CheckpointMismatch: if a name, a shape or a type differs, naming it, on all ranks.
+        CheckpointError: if a file is damaged, or holds something other than its tensors.
     """
     live = dict(pieces)
     listing = folder / ".metadata"
@@ -186,7 +189,7 @@ def read_pieces(
             process_group=group,
         )
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"reading {folder} failed on {describe(error)}") from error
+        raise kind_of(error)(f"reading {folder} failed on {describe(error)}") from error
 
 
 def choose_checkpoint(

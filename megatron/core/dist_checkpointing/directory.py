@@ -29,6 +29,7 @@ STATE_FILE = "state.json"
 CHECKSUM_FILE = "checksums.json"
 _SAVING_PREFIX = ".saving_"
 _FOLDER = re.compile(r"^iter_(\d{7,})$")
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -69,6 +70,30 @@ def write_checksums(folder: Path, files: dict[str, tuple[int, int]]) -> None:
     write_atomically(folder / CHECKSUM_FILE, json.dumps(record, indent=1).encode())
 
 
+def checked_file(folder: Path, name: str) -> Path:
+    """The path of a checkpoint's file: a plain file that lies in the folder.
+
+    Raises:
+        CheckpointError: if it is missing, no plain file, or a link that leads out of the folder.
+    """
+    path = folder / name
+    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+        raise CheckpointError(f"{folder} can't hold a file named {name[:200]!r}: it is outside")
+    try:
+        if path.is_symlink() and path.resolve().parent != folder.resolve():
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, outside of the checkpoint; it is refused"
+            )
+        if not path.is_file():
+            there = path.exists() or path.is_symlink()
+            raise CheckpointError(f"{path} is {'no plain file' if there else 'missing'}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    return path
+
+
 def read_checksums(folder: Path) -> dict[str, tuple[int, int]]:
     """Name -> (crc32, bytes) of a checkpoint's files.
 
@@ -76,28 +101,49 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, int]]:
         CheckpointError: if the list is missing or damaged.
     """
     path = folder / CHECKSUM_FILE
+    if folder.is_dir() and not path.exists() and not path.is_symlink():
+        raise CheckpointError(f"{folder} is not a whole checkpoint: no {CHECKSUM_FILE}")
+    checked_file(folder, CHECKSUM_FILE)
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
         listing = record["files"]
         if zlib.crc32(json.dumps(listing, sort_keys=True).encode()) != record["crc32"]:
             raise ValueError("its own checksum does not match")
-        return {name: (int(entry["crc32"]), int(entry["bytes"])) for name, entry in listing.items()}
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: no {CHECKSUM_FILE}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        files = {name: (entry["crc32"], entry["bytes"]) for name, entry in listing.items()}
+        for name, numbers in files.items():
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"what it says of {name[:200]!r} are no numbers")
+        return files
+    except _UNREADABLE as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"
+        raise CheckpointError(f"{path} is damaged: {reason}") from None
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Why a folder is no whole checkpoint, one line each; empty if it is. Reads no tensor."""
+    try:
+        files = read_checksums(folder)
+    except CheckpointError as error:
+        return [f"{error}"]
+    return wrong_sizes(folder, files)
+
+
+def wrong_sizes(folder: Path, files: dict[str, tuple[int, int]]) -> list[str]:
+    """Which of ``files`` (name -> (crc32, bytes)) aren't there in full, one line each."""
+    problems = []
+    for name, (_, size) in files.items():
+        try:
+            found = checked_file(folder, name).stat().st_size
+            if found != size:
+                problems.append(f"{folder / name} has {found} bytes instead of {size}")
+        except (CheckpointError, OSError) as error:
+            problems.append(f"{error}")
+    return problems
 
 
 def is_complete(folder: Path) -> bool:
     """Whether the folder has its checksums and all files at their full size."""
-    try:
-        files = read_checksums(folder)
-    except CheckpointError:
-        return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, (_, size) in files.items()
-    )
+    return not missing_parts(folder)
 
 
 def file_crc32(path: Path, progress: Progress = no_progress) -> tuple[int, int]:
@@ -120,10 +166,14 @@ def damaged_files(
     for name in names:
         crc, size = expected[name]
         path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
+        try:
+            found_crc, found_size = file_crc32(checked_file(folder, name), progress)
+        except CheckpointError as error:
+            problems.append(f"{error}")
             continue
-        found_crc, found_size = file_crc32(path, progress)
+        except OSError as error:
+            problems.append(f"{path} can't be read: {error}")
+            continue
         if found_size != size:
             problems.append(f"{path} has {found_size} bytes instead of {size}")
         elif found_crc != crc:

@@ -6,6 +6,7 @@ of any other kind is refused, since reading it would mean unpickling it.
 """
 
 import io
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointMismatch
 from megatron.core.dist_checkpointing.pieces import Piece
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
@@ -64,8 +65,31 @@ class PieceSavePlanner(DefaultSavePlanner):
         return tensor.contiguous()
 
 
+def _stored(name: str, piece: Piece, stored: Any) -> TensorStorageMetadata:
+    """What the checkpoint has for a piece, if it is the tensor that the piece is of."""
+    cure = "give the model and optimizer flags it was saved with"
+    if stored is None:
+        raise CheckpointMismatch(f"the checkpoint has no {name!r}; {cure}")
+    if not isinstance(stored, TensorStorageMetadata):
+        raise CheckpointError(f"{name!r} in the checkpoint is not a tensor")
+    if tuple(stored.size) != piece.global_size:
+        raise CheckpointMismatch(
+            f"{name!r} has shape {tuple(stored.size)} in the checkpoint and "
+            f"{piece.global_size} in this run; {cure}"
+        )
+    before, now = stored.properties.dtype, piece.tensor.dtype
+    if before != now:
+        text = f"{name!r} has the type {before} in the checkpoint and {now} in this run".replace(
+            "torch.", ""
+        )
+        if before.is_floating_point and now.is_floating_point:
+            raise CheckpointMismatch(f"{text}; give the --params-dtype it was saved with")
+        raise CheckpointError(text)
+    return stored
+
+
 class PieceLoadPlanner(DefaultLoadPlanner):
-    """Reads into the pieces' live memory; every name and size must be in the checkpoint."""
+    """Reads into the pieces' live memory; every name, size and type must be in the checkpoint."""
 
     def __init__(self, pieces: dict[str, Piece], progress: Progress = no_progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -82,17 +106,11 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
-            stored = self.metadata.state_dict_metadata.get(name)
-            if stored is None:
-                raise CheckpointError(f"the checkpoint has no {name!r}")
-            if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"{name!r} in the checkpoint is not a tensor")
-            if tuple(stored.size) != piece.global_size:
-                raise CheckpointError(
-                    f"{name!r} has shape {tuple(stored.size)} in the checkpoint and "
-                    f"{piece.global_size} in this run"
-                )
-            items += create_read_items_for_chunk_list(name, stored, [_chunk(piece)])
+            stored = _stored(name, piece, self.metadata.state_dict_metadata.get(name))
+            found = create_read_items_for_chunk_list(name, stored, [_chunk(piece)])
+            elements = sum(math.prod(item.lengths) for item in found)
+            assert elements == piece.tensor.numel(), "a listing covers every element once"
+            items += found
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

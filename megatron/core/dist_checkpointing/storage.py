@@ -1,8 +1,7 @@
 """Files on disk: checksums while writing, and a reader that can't be made to run code.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows the handful of plain classes
-a tensor listing is made of and refuses everything else; tensors themselves go through
-``torch.load(weights_only=True)``. File names from the listing may not leave the folder.
+The listing comes checked from ``listing.py``. A tensor's bytes go through
+``torch.load(weights_only=True)``, and what comes out must be what the listing says of it.
 """
 
 import io
@@ -15,73 +14,32 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from megatron.core.dist_checkpointing.directory import checked_file
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
-
-_METADATA_MODULES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_MODULES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(
-            f"the checkpoint's .metadata asks for {module}.{name}, which a tensor listing never "
-            "needs; it is refused (a file from a stranger could run code that way)"
-        )
-
-
-def read_metadata_safely(path: Path) -> Metadata:
-    """Unpickle a ``.metadata`` file by the restricted unpickler.
-
-    Raises:
-        CheckpointError: if it is damaged, or holds anything but a tensor listing.
-    """
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a tensor listing")
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if not isinstance(name, str) or name != os.path.basename(name):
-            raise CheckpointError(f"{path}: {index.fqn!r} lies in {name!r}, outside the folder")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{path}: {index.fqn!r} needs a transform; none is known here")
-    return metadata
 
 
 class SafeReader(FileSystemReader):
@@ -89,6 +47,7 @@ class SafeReader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
+        self._folder = folder
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -97,6 +56,61 @@ class SafeReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch's, one file after the other; every tensor is checked before it is copied."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            place = self._metadata.storage_data[item.storage_index]
+            by_file.setdefault(place.relative_path, []).append(item)
+        for name, items in by_file.items():
+            path = checked_file(self._folder, name)
+            with path.open("rb") as file:
+                for item in items:
+                    try:
+                        tensor = self._load(file, item.storage_index)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{path}: {error}") from None
+                    part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+                    target = planner.resolve_tensor(item).detach()
+                    assert target.shape == part.shape
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load(self, file: BinaryIO, index: MetadataIndex) -> torch.Tensor:
+        """The chunk that the listing speaks of, and nothing else."""
+        place, entry = self._metadata.storage_data[index], self._metadata.state_dict_metadata
+        stored = entry[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        assert index.index is not None
+        chunk = stored.chunks[index.index]
+        assert chunk.offsets == index.offset
+        view: Any = self._slice_file(file, place)
+        try:
+            tensor = torch.load(view, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            # torch's own advice is to load it without looking; that is never right here.
+            raise CheckpointError(
+                f"in the place of {index.fqn!r} is something other than tensors, or they are "
+                "damaged; it is refused"
+            ) from None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            raise CheckpointError(f"{index.fqn!r} can't be read: {reason}") from None
+        if type(tensor) is not torch.Tensor:
+            raise CheckpointError(
+                f"in the place of {index.fqn!r} is something other than one tensor; it is refused"
+            )
+        expected = (stored.properties.dtype, tuple(chunk.sizes))
+        if (tensor.dtype, tuple(tensor.shape)) != expected or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"in the place of {index.fqn!r} is a tensor of {tensor.dtype} and shape "
+                f"{tuple(tensor.shape)} instead of {expected[0]} and {expected[1]}"
+            )
+        return tensor
 
 
 WRITE_BYTES = 64 << 20
