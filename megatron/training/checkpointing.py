@@ -10,7 +10,9 @@ them in a step (dropout and data order are functions of keys), so either is exac
 """
 
 import dataclasses
+import datetime
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,15 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.errors import on_all_ranks
+from megatron.core.dist_checkpointing.progress import Progress, no_progress
 from megatron.training.load_folder import starts_fresh_when_empty
 from megatron.training.train_state import TrainState
 
 FORMAT_VERSION = 1
 VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+GROUP_TIMEOUT = datetime.timedelta(days=7)
+"""Ranks may wait long for one that writes or reads; if it gets nowhere, the watchdog says so."""
 
 
 def ensure_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +129,8 @@ class Checkpointer:
         self._record = dict(config_record)
         self._check_resume = check_resume
         self._warn = warn
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self._progress: Progress = no_progress
         self.last_saved: int | None = None
         self._saver: CheckpointSaver | None = None
         if config.checkpoint.save:
@@ -132,7 +138,7 @@ class Checkpointer:
             on_all_ranks(lambda: self._make_folder(root), self._group, f"making --save {root}")
             self._saver = CheckpointSaver(
                 root,
-                group=dist.new_group(backend="gloo"),
+                group=dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT),
                 background=config.checkpoint.async_save,
                 keep=config.checkpoint.keep_checkpoints,
             )
@@ -142,6 +148,17 @@ class Checkpointer:
         """Now, rather than at the first save hours later."""
         if dist.get_rank() == 0:
             root.mkdir(parents=True, exist_ok=True)
+
+    def report_progress(self, progress: Progress) -> None:
+        """Call ``progress`` as a save or a load gets on, in the thread that does it."""
+        self._progress = progress
+        if self._saver is not None:
+            self._saver.progress = progress
+
+    @property
+    def writer(self) -> threading.Thread | None:
+        """The thread of a background save, or None."""
+        return None if self._saver is None else self._saver.thread
 
     @property
     def saves(self) -> bool:
@@ -216,7 +233,7 @@ class Checkpointer:
         while True:
             folder = iteration_folder(root, iteration)
             try:
-                verify_checkpoint(folder, group=self._group)
+                verify_checkpoint(folder, group=self._group, progress=self._progress)
                 return self._load_from(folder)
             except CheckpointError as error:
                 if not options.load_fallback:
@@ -263,9 +280,11 @@ class Checkpointer:
         rng = self._rng_to_load(saved)
         pieces = self._pieces(optimizer=optimizer, rng=rng)
         self._refuse_leftovers(folder, pieces, optimizer=optimizer)
-        read_pieces(folder, pieces, group=self._group)
+        read_pieces(folder, pieces, group=self._group, progress=self._progress)
         if optimizer:
             set_optimizer_step(self._optimizer, saved.train_state.optimizer_steps)
+        else:
+            saved.train_state.optimizer_steps = 0  # those of the optimizer that starts here
         self._set_rng(rng, saved.train_state.iteration)
         if options.finetune:
             saved.train_state = TrainState()
@@ -283,8 +302,6 @@ class Checkpointer:
         """Every stored weight must have a place in this run; read_pieces checks the converse."""
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, sorted(pieces), group=self._group)
-        else:
-            saved.train_state.optimizer_steps = 0  # those of the optimizer that starts here
         known = {name for part in names for name in part}
         prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
         left = [n for n in stored_tensors(folder) if n.startswith(prefixes) and n not in known]

@@ -250,7 +250,7 @@ class TrainingLoop:
         trainer = self._t
         began = time.perf_counter()
         saving = f"the save of iteration {trainer.state.iteration}"
-        with self._apart(), self._watchdog.unlimited(saving):
+        with self._apart(), self._watchdog.limited(saving):
             trainer.checkpointer.save(trainer.state)
         seconds = time.perf_counter() - began
         how = "snapshot" if trainer.config.checkpoint.async_save else "saved"
@@ -269,7 +269,8 @@ class TrainingLoop:
         checkpointer = trainer.checkpointer
         if checkpointer.saves and checkpointer.last_saved != state.iteration > 0:
             self._save()
-        checkpointer.finish()
+        with self._watchdog.limited("the end of the last save"):
+            checkpointer.finish()
         leave_stage(trainer)
         if finished:
             trainer.reporter.say(

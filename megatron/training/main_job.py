@@ -173,8 +173,10 @@ def _train(
     reporter.say(trainer.parallel.describe())
     for note in resolved.notes:
         reporter.say(note)
-    watchdog.doing("loading a checkpoint")
-    loaded = trainer.checkpointer.load()
+    trainer.checkpointer.report_progress(watchdog.progress)
+    watchdog.watch_writer(lambda: trainer.checkpointer.writer)
+    with watchdog.limited("loading a checkpoint"):
+        loaded = trainer.checkpointer.load()
     if loaded is not None:
         trainer.state = loaded.train_state
         reporter.say(f"loaded {loaded.folder}: going on after iteration {trainer.state.iteration}")

@@ -1,9 +1,10 @@
-"""Where the main thread of this process is, told from another thread.
+"""Where a thread of this process is, told from another thread.
 
 A thread that waits for other ranks is told from one that works by its innermost Python frame:
-it stands in torch's collectives, or on a line that calls ``.wait()`` on a communication. The
-look costs some ten microseconds and disturbs nothing. On GPUs the host runs ahead of the
-device: a wait inside a kernel is not seen.
+it stands in torch's collectives, or on a line that calls ``.wait()`` on a communication, or joins
+the thread that writes a checkpoint (which is watched itself). The look costs some ten
+microseconds and disturbs nothing. On GPUs the host runs ahead of the device: a wait inside a
+kernel is not seen.
 """
 
 import linecache
@@ -19,13 +20,15 @@ _COLLECTIVE_FILES = (
     "torch/distributed/c10d_logger.py",
     "torch/distributed/nn/functional.py",
 )
+_JOINING_FILE = "megatron/core/dist_checkpointing/saver.py"
+_THREADING_FILE = threading.Thread.join.__code__.co_filename
 DEEPEST_FRAMES = 25
 """Frames shown of a stack, innermost last."""
 
 
-def main_frame() -> FrameType | None:
-    """The innermost Python frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """The innermost Python frame of a thread; None if it has ended."""
+    return sys._current_frames().get(thread.ident or 0)
 
 
 def waits_for_ranks(frame: FrameType | None) -> bool:
@@ -33,16 +36,24 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     code = frame.f_code
-    if code.co_filename.replace("\\", "/").endswith(_COLLECTIVE_FILES):
+    if _path(frame).endswith(_COLLECTIVE_FILES):
         return True
+    if code.co_filename == _THREADING_FILE:
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_filename == _THREADING_FILE:
+            outer = outer.f_back
+        return outer is not None and _path(outer).endswith(_JOINING_FILE)
     return ".wait(" in linecache.getline(code.co_filename, frame.f_lineno or 0)
 
 
-def main_stack() -> str:
-    """The main thread's stack as text, innermost frame last."""
-    frame = main_frame()
+def _path(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+def stack_of(frame: FrameType | None) -> str:
+    """The stack of ``frame`` as text, innermost frame last."""
     if frame is None:
-        return "(no main thread)"
+        return "(the thread has ended)"
     return "".join(traceback.format_stack(frame)[-DEEPEST_FRAMES:])
 
 
@@ -60,7 +71,7 @@ class BusyTime:
 
     def sample(self) -> None:
         """Look once at what the main thread does."""
-        waits = waits_for_ranks(main_frame())
+        waits = waits_for_ranks(frame_of(threading.main_thread()))
         with self._lock:
             self._samples += 1
             self._busy += not waits

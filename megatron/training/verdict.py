@@ -3,9 +3,12 @@
     a rank raised                 -> it is named with its error; ranks that only lost their
                                      connection to it are not
     a rank stopped beating        -> once others lost a connection, or after the limit: it died
-    nobody makes progress         -> the ranks that don't wait in a communication, with stacks
+    a thread neither ticks nor waits for others within the limit -> it is stuck, with its stack
+    all wait and none ticks       -> they wait for each other; the one furthest behind is shown
 
-A verdict is reached by one rank, the first, for all.
+A rank has up to two threads with a strand of work each: the main one and, while a save goes on in
+the background, its writer. A thread that waits, however long, is excused as long as any other
+ticks. A verdict is reached by one rank, the first, for all.
 """
 
 import dataclasses
@@ -37,20 +40,28 @@ class Failure:
 
 
 @dataclasses.dataclass
-class Beat:
-    """What a rank says of itself, about twice a second."""
+class Strand:
+    """The work of one thread of a rank."""
 
-    number: int = 0
     ticks: int = 0
     """Steps of its work; see ``Watchdog.tick``."""
     doing: str = "starting"
     limited: bool = False
     """Whether ticks must come within the limit now."""
-    failure: Failure | None = None
     stack: str | None = None
-    """The main thread's, when asked for."""
+    """The thread's, when asked for."""
     waits: bool = False
-    """Whether that stack stands in a communication."""
+    """Whether the thread stands in a communication."""
+
+
+@dataclasses.dataclass
+class Beat(Strand):
+    """What a rank says of itself, about twice a second; its own strand is the main thread's."""
+
+    number: int = 0
+    failure: Failure | None = None
+    writer: Strand = dataclasses.field(default_factory=Strand)
+    """The thread that writes a checkpoint in the background; limited while there is one."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -59,8 +70,12 @@ class Beat:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Beat":
         """The inverse of ``to_json``."""
-        failure = values.pop("failure")
-        return cls(**values, failure=None if failure is None else Failure(**failure))
+        failure, writer = values.pop("failure"), values.pop("writer")
+        return cls(
+            **values,
+            failure=None if failure is None else Failure(**failure),
+            writer=Strand(**writer),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +89,33 @@ class Verdict:
 
 
 @dataclasses.dataclass
-class _Watched:
-    beat: Beat
-    seen: float
+class _Progress:
+    strand: Strand
     ticked: float
+    free: float
+    """When it last ticked or was seen waiting for others."""
+
+    def hear(self, strand: Strand, now: float) -> None:
+        begins = strand.limited and not self.strand.limited
+        if begins or strand.ticks != self.strand.ticks:
+            self.ticked = self.free = now
+        if strand.waits:
+            self.free = now
+        self.strand = strand
+
+
+class _Watched:
+    """What the judge knows of a rank."""
+
+    def __init__(self, now: float) -> None:
+        self.beat = Beat()
+        self.seen = now
+        self.main = _Progress(self.beat, now, now)
+        self.writer = _Progress(self.beat.writer, now, now)
+
+    @property
+    def strands(self) -> tuple[_Progress, _Progress]:
+        return self.main, self.writer
 
 
 class Judge:
@@ -94,7 +132,7 @@ class Judge:
     def __init__(self, world_size: int, *, limit: float, patience: float, now: float) -> None:
         self._limit = limit
         self._patience = patience
-        self._ranks = [_Watched(Beat(), now, now) for _ in range(world_size)]
+        self._ranks = [_Watched(now) for _ in range(world_size)]
         self._trouble: float | None = None
         self.wants_stacks = False
         """Whether ranks should send their stacks with their next beats."""
@@ -104,8 +142,8 @@ class Judge:
         watched = self._ranks[rank]
         if beat.number == watched.beat.number:
             return
-        if beat.ticks != watched.beat.ticks or not beat.limited:
-            watched.ticked = now
+        watched.main.hear(beat, now)
+        watched.writer.hear(beat.writer, now)
         watched.seen = now
         watched.beat = beat
 
@@ -115,15 +153,26 @@ class Judge:
         if failures:
             return self._after_failures(failures, now)
         silent = [r for r, w in enumerate(self._ranks) if now - w.seen > self._limit]
-        still = [
-            r
-            for r, w in enumerate(self._ranks)
-            if w.beat.limited and now - w.ticked > self._limit and r not in silent
-        ]
-        if not silent and not still:
+        if not silent and not self._stuck(now, limited=True) and not self._all_stand(now):
             self._trouble, self.wants_stacks = None, False
             return None
         return self._stalled(silent, now)
+
+    def _stuck(self, now: float, *, limited: bool = False) -> list[tuple[int, Strand]]:
+        """Strands that neither ticked nor waited within the limit."""
+        return [
+            (rank, progress.strand)
+            for rank, watched in enumerate(self._ranks)
+            for progress in watched.strands
+            if now - progress.free > self._limit and (progress.strand.limited or not limited)
+        ]
+
+    def _all_stand(self, now: float) -> bool:
+        """Whether no strand has got on within the limit, neither by a tick nor by work."""
+        strands = [progress for watched in self._ranks for progress in watched.strands]
+        return any(p.strand.limited for p in strands) and all(
+            now - (p.ticked if p.strand.waits else p.free) > self._limit for p in strands
+        )
 
     def _since_trouble(self, now: float) -> float:
         if self._trouble is None:
@@ -153,29 +202,29 @@ class Judge:
             self.wants_stacks = waited > self._patience
             return None
         left = [rank for rank in range(len(self._ranks)) if rank not in failures]
-        lines = [self._stuck(rank) for rank in left if not self._ranks[rank].beat.waits]
+        beats = [(rank, self._ranks[rank].beat) for rank in left]
+        lines = [_no_progress(rank, beat) for rank, beat in beats if not beat.waits]
         return Verdict("\n".join([_some(lines), _failed(failures)]).strip(), 1)
 
     def _stalled(self, silent: list[int], now: float) -> Verdict | None:
         self.wants_stacks = True
         if self._since_trouble(now) < self._patience:
             return None
-        working = [
-            rank
-            for rank, watched in enumerate(self._ranks)
-            if rank not in silent and watched.beat.stack and not watched.beat.waits
-        ]
         lines = [f"{self._died([rank])}" for rank in silent]
-        lines += [self._stuck(rank) for rank in working]
-        if not lines:
+        lines += [
+            _no_progress(rank, strand)
+            for rank, strand in self._stuck(now)
+            if rank not in silent and strand.stack
+        ]
+        if not lines and self._all_stand(now):
             least = min(watched.beat.ticks for watched in self._ranks)
             behind = [r for r, w in enumerate(self._ranks) if w.beat.ticks == least]
             lines.append(
                 f"no rank made progress for {self._limit:.0f} s and all wait for each other; "
                 f"furthest behind: ranks {behind[:8]}"
             )
-            lines += [self._stuck(rank) for rank in behind[:2]]
-        return Verdict(_some(lines), 1)
+            lines += [_no_progress(rank, self._ranks[rank].beat) for rank in behind[:2]]
+        return Verdict(_some(lines), 1) if lines else None
 
     def _died(self, ranks: list[int]) -> str:
         what = "; ".join(f"rank {r}, last seen {self._ranks[r].beat.doing}" for r in ranks[:8])
@@ -184,12 +233,12 @@ class Judge:
             f"memory, or its machine is gone): {what}"
         )
 
-    def _stuck(self, rank: int) -> str:
-        beat = self._ranks[rank].beat
-        return (
-            f"rank {rank} makes no progress at {beat.doing}; its stack, innermost call last:\n"
-            f"{beat.stack or '(unknown)'}"
-        )
+
+def _no_progress(rank: int, strand: Strand) -> str:
+    return (
+        f"rank {rank} makes no progress at {strand.doing}; its stack, innermost call last:\n"
+        f"{strand.stack or '(unknown)'}"
+    )
 
 
 def _failed(failures: dict[int, Failure]) -> str:

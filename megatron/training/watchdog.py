@@ -5,9 +5,11 @@ far it is. Rank 0's thread judges (``verdict``); when it has a verdict, a second
 rank prints it and leaves with its code, also where the main thread is stuck in a communication.
 
 The main thread says what it does (``doing``), ticks whenever it gets on (each layer, forward and
-backward), and hands an exception that would end the run to ``conclude``. While ``limited``, a
-rank that doesn't tick within 0.8 x ``--distributed-timeout-minutes`` ends the run, before the
-communications of others time out.
+backward), and hands an exception that would end the run to ``conclude``. Saves and loads tick for
+each block of a file, so they may take any time as long as they get on; the thread that writes in
+the background is watched beside the main one. While ``limited``, a thread that neither ticks nor
+waits for others within 0.8 x ``--distributed-timeout-minutes`` ends the run, before the
+communications of training time out.
 
 Cost: two requests per rank and half second to one store, and one look at the main thread's
 frame every 20 ms (for the straggler report). It doesn't restart anything.
@@ -20,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +32,8 @@ from torch import nn
 
 from megatron.training.rerun_check import register_hook
 from megatron.training.signals import ExitSignals
-from megatron.training.stacks import BusyTime, main_frame, main_stack, waits_for_ranks
-from megatron.training.verdict import Beat, Failure, Judge, Verdict, is_consequence
+from megatron.training.stacks import BusyTime, frame_of, stack_of, waits_for_ranks
+from megatron.training.verdict import Beat, Failure, Judge, Strand, Verdict, is_consequence
 
 SAMPLE_SECONDS = 0.02
 LIMIT_SHARE = 0.8
@@ -82,6 +84,7 @@ class Watchdog:
         self._patience = max(4 * self._poll, min(2.0, timeout_s / 10))
         self._limit = LIMIT_SHARE * timeout_s
         self._beat = Beat()
+        self._writer: Callable[[], threading.Thread | None] = lambda: None
         self._send_stack = False
         self._closing = False
         self._concluding = False
@@ -118,22 +121,40 @@ class Watchdog:
         """Note progress."""
         self._beat.ticks += 1
 
+    def progress(self) -> None:
+        """Note progress of a save or a load; called from the main thread or from the writer."""
+        if threading.current_thread() is threading.main_thread():
+            self._beat.ticks += 1
+        else:
+            self._beat.writer.ticks += 1
+
+    def watch_writer(self, writer: Callable[[], threading.Thread | None]) -> None:
+        """Watch the thread that ``writer()`` gives, while it lives, as well as the main one."""
+        self._writer = writer
+
     def limit(self, on: bool) -> None:
         """Whether ticks must come within the limit from here on."""
         self._beat.ticks += 1
         self._beat.limited = on
 
+    def unlimited(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """For work of unknown length that can't tick, such as opening data."""
+        return self._phase(what, limited=False)
+
+    def limited(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """For work of unknown length that ticks, such as writing a checkpoint."""
+        return self._phase(what, limited=True)
+
     @contextlib.contextmanager
-    def unlimited(self, what: str) -> Iterator[None]:
-        """For work of unknown length, such as writing a checkpoint."""
-        before, limited = self._beat.doing, self._beat.limited
+    def _phase(self, what: str, *, limited: bool) -> Iterator[None]:
+        doing, before = self._beat.doing, self._beat.limited
         self.doing(what)
-        self.limit(False)
+        self.limit(limited)
         try:
             yield
         finally:
-            self.limit(limited)
-            self.doing(before)
+            self.limit(before)
+            self.doing(doing)
 
     def follow(self, chunks: list[nn.Module]) -> None:
         """Tick at each layer of ``chunks``, in forward and in backward passes."""
@@ -230,12 +251,25 @@ class Watchdog:
             1,
         )
 
+    def _send(self) -> None:
+        beat = self._beat
+        beat.number += 1
+        self._look(beat, threading.main_thread())
+        writer = self._writer()
+        if writer is not None and writer.is_alive():
+            beat.writer.limited, beat.writer.doing = True, writer.name
+            self._look(beat.writer, writer)
+        else:
+            beat.writer = Strand(ticks=beat.writer.ticks)
+        self._store.set(f"beat/{self._rank}", json.dumps(beat.to_json()))
+
+    def _look(self, strand: Strand, thread: threading.Thread) -> None:
+        frame = frame_of(thread)
+        strand.waits = waits_for_ranks(frame)
+        strand.stack = stack_of(frame) if self._send_stack and frame is not None else None
+
     def _exchange(self, judge: Judge | None) -> Verdict | None:
-        self._beat.number += 1
-        if self._send_stack:
-            self._beat.stack = main_stack()
-            self._beat.waits = waits_for_ranks(main_frame())
-        self._store.set(f"beat/{self._rank}", json.dumps(self._beat.to_json()))
+        self._send()
         if judge is not None:
             return self._judge(judge)
         orders = json.loads(self._store.get("orders"))

@@ -158,6 +158,26 @@ def slow_saves(rank: int, *, seconds: float, marker: str | None = None) -> None:
     checkpoint_io.ChecksumWriter.write_data = write_data  # type: ignore[method-assign]
 
 
+def slow_disk(rank: int, *, victim: int, seconds: int) -> None:
+    """On one rank the first blocks of a save take a second each, ``seconds`` in all."""
+    if rank != victim:
+        return
+    from megatron.core.dist_checkpointing import storage
+
+    original = storage._ChecksumStream.write
+    writes = iter(range(1, 1 << 30))
+
+    def write(self: Any, data: Any) -> int:
+        number = next(writes)
+        if number <= seconds:
+            time.sleep(1)
+        if number == seconds:
+            print(f"wrote for {seconds} s", flush=True)
+        return original(self, data)
+
+    storage._ChecksumStream.write = write  # type: ignore[method-assign]
+
+
 def corrupt_transfer(rank: int, *, victim: int, transfer: int) -> None:
     """What one rank receives in its n-th sealed transfer is not what was sent."""
     if rank != victim:

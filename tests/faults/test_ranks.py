@@ -9,7 +9,8 @@ import pytest
 
 from tests.faults import injection
 from tests.faults.injection import at_call
-from tests.faults.small import SMALL
+from tests.faults.moments import strike
+from tests.faults.small import SMALL, saving
 from tests.utils.corpus import write_corpus
 from tests.utils.jobs import Job, JobResult, run_job
 
@@ -53,6 +54,49 @@ def test_hung_and_frozen_ranks_are_named() -> None:
                 assert "stuck_on_purpose" in error
         assert result.codes[other] not in (0, None), result.text
     assert time.monotonic() - began < TIMEOUT_S + 25
+
+
+def test_a_rank_that_hangs_in_a_save_or_a_load_is_named(tmp_path: Path) -> None:
+    """In the step, in the background (writing, or completing on rank 0), alone, and in a load."""
+    run_job(1, saving(tmp_path, "load", "--train-iters=1"), timeout=60).check()
+    cases = {
+        "sync": (2, 1, "before writing tensors", "the save of iteration 2", ()),
+        "async": (2, 1, "before writing tensors", "the save of iteration 2", ("--async-save",)),
+        "first": (2, 0, "before the checksums", "the save of iteration 2", ("--async-save",)),
+        "alone": (1, 0, "before writing tensors", "the save of iteration 2", ()),
+        "load": (2, 1, "reading tensors", "loading a checkpoint", ()),
+    }
+    jobs = {}
+    for name, (ranks, victim, moment, _, more) in cases.items():
+        argv = saving(tmp_path, name, "--save-interval=2", "--train-iters=1000", *more)
+        marker = str(tmp_path / f"{name}.reached")
+        hook = partial(strike, moment=moment, count=0, victim=victim, marker=marker)
+        jobs[name] = Job(ranks, [*argv, "--distributed-timeout-minutes=0.15"], hook=hook)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"{name}.reached").exists() for name in cases):
+        assert time.monotonic() < deadline, [job.read(0, "err") for job in jobs.values()]
+        time.sleep(0.1)
+    for name, (ranks, victim, _, doing, _) in cases.items():
+        result = ended(jobs[name], within=25)
+        for rank in range(ranks):
+            error = result.errors[rank]
+            assert f"rank {victim} makes no progress at {doing}" in error, f"{name}\n{result.text}"
+            assert "in struck" in error, "the stack of the thread that hangs"
+            assert f"rank {1 - victim} makes" not in error
+            assert result.codes[rank] == 1
+
+
+def test_a_slow_save_may_take_longer_than_the_limit(tmp_path: Path) -> None:
+    """Rank 1 writes for 15 s, a block a second; a rank counts as stuck after 4.8 s."""
+    argv = ["--save-interval=2", "--train-iters=2", "--distributed-timeout-minutes=0.1"]
+    hook = partial(injection.slow_disk, victim=1, seconds=15)
+    jobs = [
+        Job(2, saving(tmp_path, name, *argv, *more), hook=hook)
+        for name, more in {"sync": (), "async": ("--async-save",)}.items()
+    ]
+    for job in jobs:
+        result = job.result(60).check()
+        assert "wrote for 15 s" in result.output[1], result.text
 
 
 @pytest.mark.parametrize("victim", [0, 2])

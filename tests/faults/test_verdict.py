@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.verdict import Beat, Failure, Judge, Verdict, is_consequence
+from megatron.training.verdict import Beat, Failure, Judge, Strand, Verdict, is_consequence
 
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
@@ -114,6 +114,52 @@ def test_the_rank_that_does_not_wait_is_stuck() -> None:
     assert verdict is not None
     assert verdict.message.startswith("rank 1 makes no progress at iteration 3")
     assert "stack of 1" in verdict.message and "stack of 0" not in verdict.message
+
+
+def test_a_rank_may_wait_long_for_one_that_gets_on() -> None:
+    """A slow save: one rank writes, the other waits; then that one has work of its own."""
+    ranks = Ranks(2)
+    for beat in ranks.beats:
+        beat.limited, beat.stack = True, "a stack"
+    writing, waiting = ranks.beats
+    waiting.waits = True
+    for _ in range(10):
+        writing.ticks += 1
+        assert ranks.go(5) is None
+    waiting.waits, writing.waits = False, True
+    assert ranks.go(9) is None
+    verdict = ranks.go(6)
+    assert verdict is not None
+    assert verdict.message.startswith("rank 1 makes no progress")
+    assert "rank 0 makes" not in verdict.message
+
+
+def test_a_writer_that_hangs_is_named_while_the_ranks_train_on() -> None:
+    ranks = Ranks(2)
+    ranks.beats[1].writer = Strand(doing="the save of iteration 4", limited=True, stack="in write")
+    ranks.beats[0].writer = Strand(limited=True, stack="in gather", waits=True)
+    verdict = None
+    for _ in range(20):
+        for beat in ranks.beats:
+            beat.limited, beat.stack = True, "training"
+            beat.ticks += 1
+        verdict = verdict or ranks.go(1)
+    assert verdict is not None
+    assert verdict.message.startswith("rank 1 makes no progress at the save of iteration 4")
+    assert "in write" in verdict.message and "rank 0 makes" not in verdict.message
+
+
+def test_a_writer_ends_and_the_next_has_a_clock_of_its_own() -> None:
+    ranks = Ranks(1)
+    beat = ranks.beats[0]
+    beat.writer.limited = True
+    assert ranks.go(9) is None
+    beat.writer.limited = False
+    assert ranks.go(30) is None
+    beat.writer.limited = True
+    assert ranks.go(9) is None
+    beat.writer.stack = "in write"
+    assert ranks.go(6) is not None
 
 
 def test_all_wait_for_each_other() -> None:

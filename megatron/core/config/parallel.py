@@ -49,7 +49,11 @@ class ParallelConfig:
     distributed_backend: str | None = flag(
         None, "Default: nccl with GPUs, gloo without.", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10.0, "Time limit of a collective.")
+    distributed_timeout_minutes: float = flag(
+        10.0,
+        "Time limit of a collective, and of a rank without progress: a layer, or a block of a "
+        "file that it saves or loads. How long a save takes as a whole isn't limited.",
+    )
 
 
 def effective_layout(kind: str, ring_size: int) -> str:
