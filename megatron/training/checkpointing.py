@@ -193,6 +193,9 @@ class Checkpointer:
             "train_state": state.to_json(),
             "config": self._record,
         }
+        if with_optimizer:
+            # Before the first update there is none, and a resume would miss it.
+            ensure_optimizer_state(self._optimizer)
         pieces = self._pieces(optimizer=with_optimizer, rng=_rng_states(self._device))
         self._saver.save(state.iteration, pieces, body)
         self.last_saved = state.iteration
@@ -210,9 +213,6 @@ class Checkpointer:
         """Load what ``--load`` asks for; None means a fresh start. Collective.
 
         Raises:
-        if with_optimizer:
-            # Before the first update there is none, and a resume would miss it.
-            ensure_optimizer_state(self._optimizer)
             CheckpointError: if there is nothing to load, or what there is can't be loaded.
             ValueError: if the saved run differs in what must not differ.
         """
