@@ -29,16 +29,15 @@ from megatron.core.dist_checkpointing import (
     iteration_folder,
     make_pieces,
     read_pieces,
-    read_state,
     stored_tensors,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.errors import on_all_ranks
+from megatron.core.dist_checkpointing.errors import CheckpointMismatch, on_all_ranks
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
 from megatron.training.load_folder import starts_fresh_when_empty
+from megatron.training.saved_state import FORMAT_VERSION, SavedState, read_saved_state
 from megatron.training.train_state import TrainState
 
-FORMAT_VERSION = 1
 VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 GROUP_TIMEOUT = datetime.timedelta(days=7)
@@ -235,6 +234,8 @@ class Checkpointer:
             try:
                 verify_checkpoint(folder, group=self._group, progress=self._progress)
                 return self._load_from(folder)
+            except CheckpointMismatch:
+                raise  # an earlier checkpoint of the run would not fit either
             except CheckpointError as error:
                 if not options.load_fallback:
                     raise CheckpointError(
@@ -256,30 +257,25 @@ class Checkpointer:
         return answer[0]
 
     def _load_from(self, folder: Path) -> LoadedCheckpoint:
-        body = read_state(folder)
-        if body.get("format_version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder} has format {body.get('format_version')!r}; this code reads "
-                f"{FORMAT_VERSION}"
-            )
+        what = f"reading {folder}"
+        body: SavedState = on_all_ranks(lambda: read_saved_state(folder), self._group, what)
         options = self._config.checkpoint
-        saved = LoadedCheckpoint(
-            folder, TrainState.from_json(body["train_state"]), body["config"], body["world_size"]
-        )
+        saved = LoadedCheckpoint(folder, body.train_state, body.config, body.world_size)
         if not options.finetune:
             problem = self._check_resume(saved.config, saved.train_state)
             if problem:
                 raise ValueError(problem)
         optimizer = not (options.finetune or options.no_load_optim)
-        if optimizer and not body["has_optimizer"]:
-            raise CheckpointError(
+        if optimizer and not body.has_optimizer:
+            raise CheckpointMismatch(
                 f"{folder} was saved with --no-save-optim; pass --no-load-optim or --finetune"
             )
         if optimizer:
             ensure_optimizer_state(self._optimizer)
-        rng = self._rng_to_load(saved)
+        stored = on_all_ranks(lambda: set(stored_tensors(folder)), self._group, what)
+        rng = self._rng_to_load(saved, stored)
         pieces = self._pieces(optimizer=optimizer, rng=rng)
-        self._refuse_leftovers(folder, pieces, optimizer=optimizer)
+        self._refuse_leftovers(folder, stored, pieces, optimizer=optimizer)
         read_pieces(folder, pieces, group=self._group, progress=self._progress)
         if optimizer:
             set_optimizer_step(self._optimizer, saved.train_state.optimizer_steps)
@@ -297,26 +293,28 @@ class Checkpointer:
         return Path(save).resolve() if save else None
 
     def _refuse_leftovers(
-        self, folder: Path, pieces: Mapping[str, Piece], *, optimizer: bool
+        self, folder: Path, stored: set[str], pieces: Mapping[str, Piece], *, optimizer: bool
     ) -> None:
         """Every stored weight must have a place in this run; read_pieces checks the converse."""
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, sorted(pieces), group=self._group)
         known = {name for part in names for name in part}
         prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
-        left = [n for n in stored_tensors(folder) if n.startswith(prefixes) and n not in known]
+        left = [n for n in stored if n.startswith(prefixes) and n not in known]
         if left:
-            raise CheckpointError(
+            flags = "model flags"
+            if all(name.startswith("optimizer.") for name in left):
+                flags = "optimizer flags (--optimizer, --sgd-momentum)"
+            raise CheckpointMismatch(
                 f"{folder} holds {len(left)} tensors that this run has no place for: "
                 f"{', '.join(sorted(left)[:4])}{', ...' if len(left) > 4 else ''}; give the "
-                "model flags it was saved with"
+                f"{flags} it was saved with"
             )
 
-    def _rng_to_load(self, saved: LoadedCheckpoint) -> dict[str, torch.Tensor]:
+    def _rng_to_load(self, saved: LoadedCheckpoint, stored: set[str]) -> dict[str, torch.Tensor]:
         options = self._config.checkpoint
         if options.finetune or options.no_load_rng or saved.world_size != dist.get_world_size():
             return {}
-        stored = stored_tensors(saved.folder)
         rank = dist.get_rank()
         return {
             kind: state

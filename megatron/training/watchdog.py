@@ -38,6 +38,8 @@ from megatron.training.verdict import Beat, Failure, Judge, Strand, Verdict, is_
 SAMPLE_SECONDS = 0.02
 LIMIT_SHARE = 0.8
 """Part of --distributed-timeout-minutes after which a rank counts as stuck."""
+_EXPECTED = ("CheckpointError", "CheckpointMismatch", "IntegrityError")
+"""Errors that say all there is to say; by name, since importing them costs seconds."""
 
 
 def make_store(host: str, timeout_s: float) -> Any:
@@ -188,7 +190,7 @@ class Watchdog:
         Waits for the verdict and prints it: on every rank, or on the first alone if all ranks
         failed alike. An unexpected error's traceback is printed by its own rank.
         """
-        expected = code == 2 or type(error).__name__ in ("CheckpointError", "IntegrityError")
+        expected = code == 2 or type(error).__name__ in _EXPECTED
         text = f"{error}" if expected else f"{type(error).__name__}: {error}"
         consequence = is_consequence(text) and code != 2
         self._concluding = True

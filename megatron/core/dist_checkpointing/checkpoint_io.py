@@ -130,11 +130,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is missing or damaged.
     """
-    path = folder / directory.STATE_FILE
+    path = directory.checked_file(folder, directory.STATE_FILE)
     try:
         state = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no mapping")
     return state

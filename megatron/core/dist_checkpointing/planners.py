@@ -67,7 +67,8 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 def _stored(name: str, piece: Piece, stored: Any) -> TensorStorageMetadata:
     """What the checkpoint has for a piece, if it is the tensor that the piece is of."""
-    cure = "give the model and optimizer flags it was saved with"
+    kind = name.partition(".")[0]
+    cure = "pass --no-load-rng" if kind == "rng" else f"give the {kind} flags it was saved with"
     if stored is None:
         raise CheckpointMismatch(f"the checkpoint has no {name!r}; {cure}")
     if not isinstance(stored, TensorStorageMetadata):

@@ -246,11 +246,21 @@ def _changed_past(
 
 
 def _optimizer_problems(saved: RunConfig, current: RunConfig) -> Iterator[str]:
+    if current.checkpoint.no_load_optim:
+        return
     kinds = saved.optimizer.optimizer, current.optimizer.optimizer
-    if kinds[0] != kinds[1] and not current.checkpoint.no_load_optim:
+    if kinds[0] != kinds[1]:
         yield (
             f"--optimizer {kinds[1]} can't use the state that {kinds[0]} saved; pass "
             "--no-load-optim to start it fresh"
+        )
+        return
+    momenta = saved.optimizer.sgd_momentum, current.optimizer.sgd_momentum
+    if kinds[1] == "sgd" and any(momenta) and not all(momenta):
+        yield (
+            f"--sgd-momentum was {momenta[0]:g} in the checkpoint's run, now {momenta[1]:g}: "
+            "without momentum nothing is kept of it; set it back, or pass --no-load-optim to start "
+            "the optimizer fresh"
         )
 
 

@@ -8,7 +8,6 @@ have written it. Memory: the weights once; the optimizer's tensors are not read.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,12 @@ from megatron.core.dist_checkpointing import (
     iteration_folder,
     make_pieces,
     read_pieces,
-    read_state,
     verify_checkpoint,
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.prepare import compute_dtype
-from megatron.training.arguments import RunRecord
-from megatron.training.checkpointing import FORMAT_VERSION, VOCABULARY_TENSORS
+from megatron.training.checkpointing import VOCABULARY_TENSORS
+from megatron.training.saved_state import read_saved_state
 
 
 @dataclasses.dataclass
@@ -84,13 +82,7 @@ def load_model(
             raise CheckpointError(f"--load {root} holds no whole checkpoint; check the folder")
         folder = iteration_folder(root, chosen)
         verify_checkpoint(folder, group=group)
-        body = read_state(folder)
-        if body.get("format_version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder} has format {body.get('format_version')!r}; this code reads "
-                f"{FORMAT_VERSION}"
-            )
-        record = RunRecord.from_json(json.dumps(body["config"]))
+        record = read_saved_state(folder).record
         config = record.config
         model = GPTModel(config.model, seed=config.training.seed, device="cpu")
         assert config.model.vocab_size is not None
