@@ -27,10 +27,8 @@ def saving(facts: Facts) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect without --save; add --save DIR"
-    elif checkpoint.save is not None and Path(checkpoint.save).is_file():
-        yield f"--save {checkpoint.save} is a file; give a folder"
-    elif checkpoint.save is not None and not facts.config.training.dry_run:
-        yield from _unwritable("--save", Path(checkpoint.save))
+    elif checkpoint.save is not None:
+        yield from _unusable("--save", Path(checkpoint.save), dry=facts.config.training.dry_run)
 
 
 def loading(facts: Facts) -> Iterator[str]:
@@ -49,7 +47,11 @@ def loading(facts: Facts) -> Iterator[str]:
                 yield f"{flag} has no effect without --load; add --load DIR"
         return
     folder, same = Path(checkpoint.load), _same(checkpoint.load, checkpoint.save)
-    if folder.is_dir():
+    unknown = _cannot_be_known(folder)
+    if unknown:
+        if not same:  # else --save says it
+            yield f"--load {folder} can't be read: {unknown}; give a folder with checkpoints"
+    elif folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):
             yield f"--load {folder} can't be read by this user; give another, or its permissions"
     elif folder.exists():
@@ -72,6 +74,31 @@ def loading(facts: Facts) -> Iterator[str]:
         )
 
 
+def _cannot_be_known(path: Path) -> str | None:
+    """Why the system can't follow a path at all: links in a loop or to nowhere, a long name."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or f"{error}"
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
+            return f"{part} is a link to {os.readlink(part)}, which doesn't exist"
+    return None
+
+
+def _unusable(flag: str, path: Path, *, dry: bool = False) -> Iterator[str]:
+    """The folder ``path`` is there or can be made, and lets us write; ``dry``: never mind that."""
+    unknown = _cannot_be_known(path)
+    if unknown:
+        yield f"{flag} {path} can't be a folder: {unknown}; give another"
+    elif path.is_file():
+        yield f"{flag} {path} is a file; give a folder"
+    elif not dry:
+        yield from _unwritable(flag, path)
+
+
 def _unwritable(flag: str, path: Path) -> Iterator[str]:
     """The nearest folder that exists on the way to ``path`` lets us write."""
     there = path.absolute()
@@ -81,13 +108,15 @@ def _unwritable(flag: str, path: Path) -> Iterator[str]:
         yield f"{flag} {path} can't be made: {there} is a file; give a path below a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"{flag} {path} can't be written: {there} is read-only for this user; give another"
+    elif os.statvfs(there).f_blocks == 0:  # /proc and its like, where root may write all the same
+        yield f"{flag} {path} can't be written: {there} is on no disk; give a folder on one"
 
 
 def one_checkpoint(facts: Facts) -> Iterator[str]:
     """--load is the folder of all checkpoints, not one of them."""
     load = facts.config.checkpoint.load
     match = re.fullmatch(r"iter_(\d+)", Path(load).name) if load is not None else None
-    if load is not None and match is not None and Path(load).is_dir():
+    if load is not None and match is not None and os.path.isdir(load):
         yield (
             f"--load {load} is one checkpoint; use --load {Path(load).parent} "
             f"--ckpt-step {int(match[1])}"
@@ -107,7 +136,10 @@ def logging(facts: Facts) -> Iterator[str]:
     """Intervals and peaks are positive, the metrics file can be written."""
     settings = facts.config.logging
     file = settings.metrics_file
-    if file is not None and Path(file).is_dir():
+    unknown = None if file is None else _cannot_be_known(Path(file))
+    if unknown:
+        yield f"--metrics-file {file} can't be written: {unknown}; give another"
+    elif file is not None and Path(file).is_dir():
         yield f"--metrics-file {file} is a folder; give a file, e.g. {Path(file) / 'metrics.jsonl'}"
     elif file is not None and not facts.config.training.dry_run:
         yield from _unwritable("--metrics-file", Path(file).parent)
