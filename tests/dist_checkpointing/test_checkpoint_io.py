@@ -324,4 +324,5 @@ def test_damaged_checksum_file_means_incomplete(tmp_path: Path) -> None:
     record["files"][first]["crc32"] ^= 1
     path.write_text(json.dumps(record))
     assert not directory.is_complete(iteration_folder(tmp_path, 1))
-    assert latest_iteration(tmp_path)[0] is None
+    with pytest.raises(CheckpointError, match="says 1, .*its own checksum does not match"):
+        latest_iteration(tmp_path)

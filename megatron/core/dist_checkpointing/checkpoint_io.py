@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from megatron.core.dist_checkpointing import directory
+from megatron.core.dist_checkpointing import directory, owner
 from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     describe,
@@ -62,6 +62,7 @@ def write_checkpoint(
     group: dist.ProcessGroup,
     keep: int = 0,
     progress: Progress = no_progress,
+    run: owner.Owner | None = None,
 ) -> Path:
     """Write a checkpoint and, once all of it is on disk, point to it. Collective.
 
@@ -73,37 +74,67 @@ def write_checkpoint(
         group: gloo group of the whole world.
         keep: how many newest checkpoints stay (0: all).
         progress: called as this rank gets on, block by block.
+        run: the owner of ``root`` that this process belongs to; None: a new one takes it.
 
     Raises:
-        CheckpointError: on all ranks; the checkpoints that were there stay untouched.
+        CheckpointError: on all ranks; the checkpoints that were there stay untouched. Also if
+            another run has taken ``root`` over.
     """
+    run = run or owner.take_on_all_ranks(root, group=group)[0]
     needed = _bytes_to_write(pieces, group) + SPACE_RESERVE
-    name = f".saving_{directory.iteration_folder(root, iteration).name}"
-    saving = root / name
+    saving = directory.saving_folder(root, iteration, run.token)
+
+    def spared(leaving: Path) -> bool:
+        owner.require(root, run)  # else it may be the newer run's
+        return owner.may_be_written(leaving, run)
 
     def prepare() -> None:
-        directory.open_saving_folder(root, iteration)
+        owner.require(root, run)
+        directory.open_saving_folder(saving, spared=spared)
         directory.check_free_space(root, needed)
 
     try:
         _on_first(prepare, group, f"preparing {saving}")
         files = _write_tensors(saving, dict(pieces), group, progress)
-
-        def finish() -> None:
-            body = json.dumps(state, indent=1).encode()
-            directory.write_atomically(saving / directory.STATE_FILE, body, sync_entry=False)
-            files[directory.STATE_FILE] = (zlib.crc32(body), len(body))
-            directory.write_checksums(saving, files)
-            directory.publish(root, iteration)
-            directory.write_pointer(root, iteration)
-            directory.prune(root, keep, iteration)
-
-        _on_first(finish, group, f"completing {saving}")
+        _on_first(
+            lambda: _complete(saving, iteration, state, files, keep=keep, run=run),
+            group,
+            f"completing {saving}",
+        )
     except CheckpointError:
         if dist.get_rank(group) == 0:
             shutil.rmtree(saving, ignore_errors=True)
         raise
     return directory.iteration_folder(root, iteration)
+
+
+def _complete(
+    saving: Path,
+    iteration: int,
+    state: Mapping[str, Any],
+    files: dict[str, tuple[int, int]],
+    *,
+    keep: int,
+    run: owner.Owner,
+) -> None:
+    """From written tensors to the latest checkpoint; on the first rank."""
+    root = saving.parent
+
+    def may() -> None:
+        owner.require(root, run)
+
+    may()
+    body = json.dumps(state, indent=1).encode()
+    directory.write_atomically(saving / directory.STATE_FILE, body, sync_entry=False)
+    files[directory.STATE_FILE] = (zlib.crc32(body), len(body))
+    directory.write_checksums(saving, files)
+    may()  # writing may have taken long
+    problems = directory.missing_parts(saving)
+    if problems:
+        raise CheckpointError(f"not what the ranks wrote: {'; '.join(problems)}")
+    directory.publish(saving, iteration, may=may)
+    directory.write_pointer(root, iteration, may=may)
+    directory.prune(root, keep, iteration, may=may)
 
 
 def _write_tensors(

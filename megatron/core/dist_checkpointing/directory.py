@@ -1,6 +1,7 @@
 """Where checkpoints lie, which of them are whole, and which one is the latest.
 
-    DIR/.saving_iter_0000100/    a save in progress; becomes, by one rename,
+    DIR/owner.json               the run that saves here; see ``owner``
+    DIR/.saving_iter_0000100.T/  a save in progress of the run with token T; by one rename
     DIR/iter_0000100/            the checkpoint of an iteration
         __0_0.distcp ...         tensors, one file or more per rank
         .metadata                which tensor lies where
@@ -12,12 +13,14 @@ A folder without ``checksums.json``, or whose files are missing or shorter than 
 a checkpoint. Nothing here needs a process group.
 """
 
+import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,9 @@ POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
 CHECKSUM_FILE = "checksums.json"
 _SAVING_PREFIX = ".saving_"
-_FOLDER = re.compile(r"^iter_(\d{7,})$")
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MOVE_AWAY = "put a whole one back, or move the folder away to start fresh"
+_FOLDER = re.compile(r"^iter_([0-9]{7,18})$")
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -37,17 +41,30 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def write_atomically(path: Path, data: bytes, *, sync_entry: bool = True) -> None:
+def _unasked() -> None:
+    """Nobody else may write."""
+
+
+def write_atomically(
+    path: Path, data: bytes, *, sync_entry: bool = True, may: Callable[[], None] = _unasked
+) -> None:
     """Write a temporary file beside ``path``, flush it to disk, rename it over ``path``.
 
     Args:
         sync_entry: also flush the folder; False where a later write to it does.
+        may: called right before the rename; raises if it must not happen.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process ids are no names: in containers many jobs have the same one.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    try:
+        may()
+    except BaseException:
+        temporary.unlink()
+        raise
     os.replace(temporary, path)
     if sync_entry:
         sync_folder(path.parent)
@@ -185,8 +202,13 @@ def all_iterations(root: Path) -> list[int]:
     """Iterations that have a folder, whole or not, in ascending order."""
     if not root.is_dir():
         return []
-    matches = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted(int(match.group(1)) for match in matches if match)
+    found = []
+    for entry in root.iterdir():
+        match = _FOLDER.match(entry.name)
+        # Other zeros or digits before the number: not ours.
+        if match and entry.is_dir() and entry == iteration_folder(root, int(match.group(1))):
+            found.append(int(match.group(1)))
+    return sorted(found)
 
 
 def complete_iterations(root: Path) -> list[int]:
@@ -194,37 +216,80 @@ def complete_iterations(root: Path) -> list[int]:
     return [i for i in all_iterations(root) if is_complete(iteration_folder(root, i))]
 
 
-def write_pointer(root: Path, iteration: int) -> None:
-    """Atomically name ``iteration`` as the latest checkpoint."""
-    write_atomically(root / POINTER, f"{iteration}\n".encode())
+def write_pointer(root: Path, iteration: int, *, may: Callable[[], None] = _unasked) -> None:
+    """Atomically name ``iteration`` as the latest checkpoint; ``may`` raises if it must not be."""
+    write_atomically(root / POINTER, f"{iteration}\n".encode(), may=may)
+
+
+def _pointed(pointer: Path) -> tuple[int | None, str]:
+    """(what the pointer file names or None, what is wrong with the file)."""
+    if pointer.exists() and not pointer.is_file():
+        return None, f"{pointer} is no file"
+    try:
+        text = pointer.read_bytes()[:64].decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None, f"{pointer} is missing"
+    except OSError as error:
+        return None, f"{pointer} can't be read ({error.strerror})"
+    if text.isascii() and text.isdecimal():
+        return int(text), ""
+    return None, f"{pointer} says {text!r}, which is no iteration"
 
 
 def latest_iteration(root: Path) -> tuple[int | None, str | None]:
     """(latest whole checkpoint or None, a warning or None).
 
-    The pointer file is believed if it names a whole checkpoint; if it is empty, garbage or
-    names a broken one, the newest whole checkpoint counts and the warning says so.
+    The pointer file is believed. If what it names isn't whole, the newest whole checkpoint below
+    it counts: newer ones may be of a past that the run was set back from. Without a usable
+    pointer the newest whole one counts. The warning says which.
+
+    Raises:
+        CheckpointError: if there is a pointer, but no whole checkpoint at or below it.
     """
     pointer = root / POINTER
-    whole = complete_iterations(root)
-    newest = whole[-1] if whole else None
-    if not pointer.exists():
-        if newest is None:
+    named, problem = _pointed(pointer)
+    problems = [] if named is None else missing_parts(iteration_folder(root, named))
+    if named is not None and not problems:
+        return named, None
+    below = [i for i in reversed(all_iterations(root)) if named is None or i < named]
+    newest = next((i for i in below if is_complete(iteration_folder(root, i))), None)
+    if named is None:
+        if newest is not None:
+            return newest, f"{problem}: unusable; taking the newest whole checkpoint, {newest}"
+        if not os.path.lexists(pointer):
             return None, None
-        return newest, f"{pointer} is missing; taking the newest whole checkpoint, {newest}"
-    text = pointer.read_bytes()[:64].decode(errors="replace").strip()
-    if text.isdecimal() and int(text) in whole:
-        return int(text), None
-    found = f"taking the newest whole checkpoint, {newest}" if whole else "and none is whole"
-    return newest, f"{pointer} says {text!r}, which is no whole checkpoint here; {found}"
+        raise CheckpointError(
+            f"{problem}, and there is no whole checkpoint in {root}; {_MOVE_AWAY}"
+        )
+    reason = f"{'; '.join(problems[:4])}{'; ...' if len(problems) > 4 else ''}"
+    says = f"{pointer} says {named}, which is no whole checkpoint here ({reason})"
+    if newest is not None:
+        return newest, f"{says}; taking the newest whole checkpoint, {newest}, of those before it"
+    later = [i for i in complete_iterations(root) if i > named]
+    if later:
+        raise CheckpointError(
+            f"{says}, nor is there one before it; the later ones, {later}, may be of a past that "
+            "the run was set back from: give one as --ckpt-step to go on from it"
+        )
+    raise CheckpointError(f"{says}, nor is there any other; {_MOVE_AWAY}")
 
 
-def prune(root: Path, keep: int, latest: int) -> list[int]:
+def remove_tree(path: Path) -> None:
+    """Remove a folder, or the link to one alone; what can't be removed stays."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(root: Path, keep: int, latest: int, *, may: Callable[[], None] = _unasked) -> list[int]:
     """Remove all but the ``keep`` newest whole checkpoints (0: keep all); returns what went.
 
     Counted from ``latest`` backwards, which always stays. Newer ones, left by a run that was
     set back with ``--ckpt-step``, are neither counted nor removed. Broken folders older than
-    ``latest`` go too.
+    ``latest`` go too. Of a link to a folder elsewhere only the link goes.
+    ``may`` is called before each removal and raises if it must not happen.
     """
     if keep <= 0:
         return []
@@ -232,33 +297,49 @@ def prune(root: Path, keep: int, latest: int) -> list[int]:
     kept = set(whole[-(keep - 1) :]) if keep > 1 else set()
     gone = [i for i in all_iterations(root) if i < latest and i not in kept]
     for iteration in gone:
+        may()
         folder = iteration_folder(root, iteration)
-        # Without its checksums the folder is no checkpoint: a kill in between can't mislead.
-        (folder / CHECKSUM_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.is_symlink():
+            # Without its checksums the folder is no checkpoint: a kill in between can't mislead.
+            (folder / CHECKSUM_FILE).unlink(missing_ok=True)
+        remove_tree(folder)
     return gone
 
 
-def open_saving_folder(root: Path, iteration: int) -> Path:
-    """A fresh folder for a save in progress; leavings of interrupted saves are removed."""
-    root.mkdir(parents=True, exist_ok=True)
-    for leaving in root.glob(f"{_SAVING_PREFIX}*"):
-        shutil.rmtree(leaving)
-    folder = root / f"{_SAVING_PREFIX}{iteration_folder(root, iteration).name}"
-    folder.mkdir()
-    return folder
+def saving_folder(root: Path, iteration: int, token: str) -> Path:
+    """Where the run with ``token`` collects the checkpoint of an iteration."""
+    return root / f"{_SAVING_PREFIX}{iteration_folder(root, iteration).name}.{token}"
 
 
-def publish(root: Path, iteration: int) -> Path:
-    """Give a finished save its final name; an older folder of that name makes room first."""
+def open_saving_folder(saving: Path, *, spared: Callable[[Path], bool]) -> None:
+    """A fresh folder for a save in progress; leavings of interrupted saves are removed.
+
+    Args:
+        saving: of ``saving_folder``.
+        spared: whether a leaving may be of a run that still writes it.
+    """
+    saving.parent.mkdir(parents=True, exist_ok=True)
+    for leaving in saving.parent.glob(f"{_SAVING_PREFIX}*"):
+        if leaving == saving or not spared(leaving):
+            remove_tree(leaving)
+    saving.mkdir()
+
+
+def publish(saving: Path, iteration: int, *, may: Callable[[], None] = _unasked) -> Path:
+    """Give a finished save its final name; an older folder of that name makes room first.
+
+    ``may`` is called right before and raises if it must not happen.
+    """
+    root = saving.parent
     final = iteration_folder(root, iteration)
-    saving = root / f"{_SAVING_PREFIX}{final.name}"
-    old = root / f"{_SAVING_PREFIX}old_{final.name}"
-    if final.exists():
+    old = root / f"{_SAVING_PREFIX}old_{saving.name.removeprefix(_SAVING_PREFIX)}"
+    may()
+    if os.path.lexists(final):
         os.replace(final, old)
     os.replace(saving, final)
     sync_folder(root)
-    shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(old):
+        remove_tree(old)
     return final
 
 

@@ -6,6 +6,7 @@ training. Its failure is kept until :meth:`CheckpointSaver.failure` is asked, on
 The copy's memory stays for the next save: as many bytes on the host as the rank's pieces have.
 """
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing import owner
 from megatron.core.dist_checkpointing.checkpoint_io import write_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.pieces import Piece
@@ -27,10 +29,17 @@ class CheckpointSaver:
         group: gloo group of the whole world that nothing else uses.
         background: whether writing goes on while training does.
         keep: how many newest checkpoints stay (0: all).
+        job_id: the scheduler's, for other runs that find this one in the folder.
     """
 
     def __init__(
-        self, root: Path, *, group: dist.ProcessGroup, background: bool = False, keep: int = 0
+        self,
+        root: Path,
+        *,
+        group: dist.ProcessGroup,
+        background: bool = False,
+        keep: int = 0,
+        job_id: str = "",
     ) -> None:
         self.root = root
         self._group = group
@@ -42,6 +51,21 @@ class CheckpointSaver:
         """Called as a save gets on, by the thread that writes."""
         self._error: CheckpointError | None = None
         self._snapshot: dict[str, Piece] = {}
+        self._job_id = job_id
+        self._run: owner.Owner | None = None
+
+    def own(self) -> str | None:
+        """Become the run that saves in ``root``; a warning if another may still do. Collective."""
+        self._run, warning = owner.take_on_all_ranks(
+            self.root, group=self._group, job_id=self._job_id
+        )
+        return warning
+
+    def release(self) -> None:
+        """Say in the folder that this run has left; call it after ``wait``."""
+        if self._run is not None and dist.get_rank(self._group) == 0:
+            with contextlib.suppress(OSError):  # it only spares the next run a warning
+                owner.release(self.root, self._run)
 
     def save(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
         """Save; in the background after a snapshot, else at once. Collective.
@@ -50,6 +74,8 @@ class CheckpointSaver:
             CheckpointError: if this save, or an earlier one in the background, failed.
         """
         self.wait()
+        if self._run is None:
+            self.own()
         if not self._background:
             self._write(iteration, pieces, state)
             return
@@ -78,6 +104,7 @@ class CheckpointSaver:
             group=self._group,
             keep=self._keep,
             progress=self.progress,
+            run=self._run,
         )
 
     def _write_quietly(
