@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 from collections.abc import Callable
 
 import torch
@@ -220,5 +221,7 @@ def _checkpointer(
         device=device,
         config_record=json.loads(record.to_json()),
         check_resume=check,
+        say=reporter.say,
         warn=reporter.warn,
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
     )

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.errors import CheckpointMismatch, on_all_ranks
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
-from megatron.training.load_folder import starts_fresh_when_empty
+from megatron.training.load_folder import beginning, starts_fresh_when_empty, what_to_load
 from megatron.training.saved_state import FORMAT_VERSION, SavedState, read_saved_state
 from megatron.training.train_state import TrainState
 
@@ -107,7 +107,8 @@ class Checkpointer:
         config_record: JSON of the run's configuration, for the checkpoint.
         check_resume: given the saved configuration and train state, returns an error text or
             None; called before any tensor is read.
-        group: gloo group of the world for loading and choosing.
+        say, warn: for the log.
+        job_id: the scheduler's, to be named to other runs.
     """
 
     def __init__(
@@ -119,14 +120,19 @@ class Checkpointer:
         device: torch.device,
         config_record: Mapping[str, Any],
         check_resume: Callable[[dict[str, Any], TrainState], str | None],
+        say: Callable[[str], None],
         warn: Callable[[str], None],
+        job_id: str = "",
     ) -> None:
         self._config = config
+        self._loading = config.checkpoint
+        """Options of loading as they apply to this start; see ``what_to_load``."""
         self._named = named_parameters
         self._optimizer = optimizer
         self._device = device
         self._record = dict(config_record)
         self._check_resume = check_resume
+        self._say = say
         self._warn = warn
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         self._progress: Progress = no_progress
@@ -140,6 +146,7 @@ class Checkpointer:
                 group=dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT),
                 background=config.checkpoint.async_save,
                 keep=config.checkpoint.keep_checkpoints,
+                job_id=job_id,
             )
 
     @staticmethod
@@ -184,6 +191,9 @@ class Checkpointer:
         """
         assert self._saver is not None
         with_optimizer = not self._config.checkpoint.no_save_optim
+        note = beginning(self._config.checkpoint)
+        if note and note not in state.began:
+            state.began.append(note)
         body = {
             "format_version": FORMAT_VERSION,
             "iteration": state.iteration,
@@ -204,20 +214,45 @@ class Checkpointer:
         return self._saver.failure() if self._saver else None
 
     def finish(self) -> None:
-        """Wait for a background save; raises CheckpointError if it failed."""
+        """Wait for a background save and leave; raises CheckpointError if it failed."""
         if self._saver is not None:
             self._saver.wait()
+            self._saver.release()
 
     def load(self) -> LoadedCheckpoint | None:
         """Load what ``--load`` asks for; None means a fresh start. Collective.
+
+        From then on ``--save`` is this run's: one that still saves there fails at its next save.
 
         Raises:
             CheckpointError: if there is nothing to load, or what there is can't be loaded.
             ValueError: if the saved run differs in what must not differ.
         """
-        options = self._config.checkpoint
-        if options.load is None:
-            return None
+        loaded = None if self._config.checkpoint.load is None else self._load()
+        if self._saver is not None:
+            warning = self._saver.own()
+            if warning:
+                self._warn(warning)
+        return loaded
+
+    def _choose(self) -> None:
+        """What this start loads, by the first rank for all."""
+        answer: list[Any] = [None]
+
+        def look() -> None:
+            if dist.get_rank() == 0:
+                answer[0] = what_to_load(self._config.checkpoint)
+
+        on_all_ranks(look, self._group, "choosing what to load")
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        self._loading, line = answer[0]
+        if line:
+            self._say(line)
+
+    def _load(self) -> LoadedCheckpoint | None:
+        self._choose()
+        options = self._loading
+        assert options.load is not None
         root = Path(options.load)
         iteration, warning = choose_checkpoint(root, iteration=options.ckpt_step, group=self._group)
         if warning:
@@ -259,7 +294,7 @@ class Checkpointer:
     def _load_from(self, folder: Path) -> LoadedCheckpoint:
         what = f"reading {folder}"
         body: SavedState = on_all_ranks(lambda: read_saved_state(folder), self._group, what)
-        options = self._config.checkpoint
+        options = self._loading
         saved = LoadedCheckpoint(folder, body.train_state, body.config, body.world_size)
         if not options.finetune:
             problem = self._check_resume(saved.config, saved.train_state)
@@ -312,7 +347,7 @@ class Checkpointer:
             )
 
     def _rng_to_load(self, saved: LoadedCheckpoint, stored: set[str]) -> dict[str, torch.Tensor]:
-        options = self._config.checkpoint
+        options = self._loading
         if options.finetune or options.no_load_rng or saved.world_size != dist.get_world_size():
             return {}
         rank = dist.get_rank()

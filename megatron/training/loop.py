@@ -63,6 +63,7 @@ class TrainingLoop:
         total = trainer.schedule.total_iterations
         if state.iteration >= total:
             trainer.reporter.say(f"nothing to do: {state.iteration} of {total} iterations are done")
+            trainer.checkpointer.finish()
             return 0
         code = 0
         while state.iteration < total:
@@ -207,8 +208,7 @@ class TrainingLoop:
         if trainer.checkpointer.saves and interval and state.iteration % interval == 0:
             self._save()
         if signal:
-            trainer.reporter.say(f"a signal came: leaving after iteration {state.iteration}")
-            return REQUEUE_EXIT_CODE
+            return self._leave_for(signal)
         if overtime:
             minutes = training.exit_duration_in_mins
             trainer.reporter.say(f"--exit-duration-in-mins {minutes}: leaving")
@@ -225,22 +225,36 @@ class TrainingLoop:
             return SKIPPED_TOO_OFTEN
         return None
 
-    def _agree(self) -> tuple[bool, bool, bool]:
+    def _leave_for(self, signal: int) -> int:
+        """Say so; the exit code says whether the same command goes on from here."""
+        trainer = self._t
+        options = trainer.config.checkpoint
+        leaving = f"a signal came: leaving after iteration {trainer.state.iteration}"
+        if not trainer.checkpointer.saves:
+            trainer.reporter.warn(f"{leaving}; nothing was saved, there is no --save")
+            return 128 + signal
+        if options.load is None:
+            leaving += f"; to go on from here, add --load {options.save}"
+        trainer.reporter.say(leaving)
+        return REQUEUE_EXIT_CODE
+
+    def _agree(self) -> tuple[int, bool, bool]:
+        """(number of a signal that came to a rank or 0, overtime, a failed save)."""
         trainer = self._t
         minutes = trainer.config.training.exit_duration_in_mins
         overtime = minutes is not None and time.time() - self._started > minutes * 60
         heeds = trainer.config.training.exit_signal_handler
         flags = torch.tensor(
             [
-                heeds and trainer.signals.received is not None,
+                (trainer.signals.received or 0) if heeds else 0,
                 overtime,
                 trainer.checkpointer.failure() is not None,
             ],
             dtype=torch.int32,
         )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        signal, late, failed = (bool(flag) for flag in flags.tolist())
-        return signal, late, failed
+        signal, late, failed = flags.tolist()
+        return signal, bool(late), bool(failed)
 
     def _raise_failure(self) -> None:
         failure = self._t.checkpointer.failure()

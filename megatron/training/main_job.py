@@ -49,9 +49,10 @@ def pretrain(
         signals: handler that was installed before heavy imports; default: a new one.
 
     Returns:
-        0 at the end or at a planned stop, 99 after a signal (saved; start me again), 2 for a
-        wrong command line, 3 after too many steps that weren't finite, 4 after a step that gave
-        other bits when it was computed again, 1 after any other failure of this or another rank.
+        0 at the end or at a planned stop, 99 after a signal (saved; start me again), 128 + its
+        number after a signal without ``--save``, 2 for a wrong command line, 3 after too many
+        steps that weren't finite, 4 after a step that gave other bits when it was computed again,
+        1 after any other failure of this or another rank.
     """
     started = time.time()
     signals = signals or ExitSignals().install()
@@ -83,7 +84,7 @@ def pretrain(
 
 def _look_for_checkpoint(resolved: ResolvedRun) -> None:
     options = resolved.config.checkpoint
-    if options.load is None:
+    if options.load is None and options.save is None:
         return
     from megatron.training.load_folder import refuse_missing_checkpoint
 

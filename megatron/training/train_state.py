@@ -25,6 +25,8 @@ class TrainState:
     """Steps whose update was skipped."""
     skipped_in_a_row: int = 0
     """Non-finite steps since the last applied one."""
+    began: list[str] = dataclasses.field(default_factory=list)
+    """Flags with which a start of the run began with something else than its latest checkpoint."""
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
     """wandb's id, so that a requeued job continues the same run."""
 

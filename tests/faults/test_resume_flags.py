@@ -96,8 +96,10 @@ def test_each_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:
     fresh = ["--no-load-rng", "--ckpt-step=3", f"--save={tmp_path}/elsewhere"]
     other = drawn(run_job(2, [*argv, *fresh], hook=hook, timeout=60).check().output)
     # On another number of ranks each starts from (seed, iteration, rank): twice the same.
-    more = [f"--save={tmp_path}/elsewhere", "--ckpt-step=3"]
-    four = [drawn(run_job(4, [*argv, *more], hook=hook).check().output) for _ in range(2)]
+    four = []
+    for name in ("one", "two"):
+        more = [f"--save={tmp_path}/{name}", "--ckpt-step=3"]
+        four.append(drawn(run_job(4, [*argv, *more], hook=hook).check().output))
     rest = drawn(run_job(2, argv, hook=hook, timeout=60).check().output)
     assert [a + b for a, b in zip(first, rest, strict=True)] == whole
     assert other != rest

@@ -33,7 +33,7 @@ ALWAYS_ON: dict[str, str] = {
     "--no-persist-layer-norm": "there is no such kernel",
     "--use-cpu-initialization": "initial weights never depend on the device",
     "--log-throughput": "throughput is always logged",
-    "--exit-on-missing-checkpoint": "a missing --load is always an error",
+    "--exit-on-missing-checkpoint": "a missing --load is an error, unless it is --save too",
     "--use-torch-fsdp2": "data parallelism is always FSDP2; see --data-parallel-sharding-strategy",
     "--data-impl": "the data format is always mmap",
     "--local-rank": "the launcher's environment says the rank",
