@@ -4,9 +4,9 @@
   python tools/inspect_checkpoint.py runs/first/checkpoints --iteration 2000 --tensors
   python tools/inspect_checkpoint.py runs/first/checkpoints --verify   checksums of all
 
-A checkpoint's own folder (``.../iter_0002000``) may be given too. Nothing is unpickled but the
-listing of tensors, by a reader that refuses everything else, so a stranger's file is safe to
-look at. ``--verify`` reads every byte once.
+A checkpoint's own folder (``.../iter_0002000``, or ``.`` in it) may be given too; ``--tensors``
+alone means the latest. Nothing is unpickled and no tensor is loaded, so a stranger's file is
+safe to look at. ``--verify`` reads every byte once.
 
 Exit codes: 0 sound; 1 damaged, incomplete or missing; 2 wrong command line.
 """
@@ -17,16 +17,15 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing import directory
-from megatron.core.dist_checkpointing.checkpoint_io import read_state
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.listing import read_metadata_safely
+from megatron.training.saved_state import read_saved_state
 from tools.command import Parser, run
 
 
@@ -34,62 +33,100 @@ def main() -> int:
     """Parse, list or show, verify."""
     args = _parser().parse()
     root, iteration = Path(args.folder), args.iteration
-    match = re.fullmatch(r"iter_(\d{7,})", root.name)
+    match = re.fullmatch(r"iter_([0-9]{7,18})", Path(os.path.abspath(root)).name)
     if match:
-        root, iteration = root.parent, int(match.group(1))
-    iterations = directory.all_iterations(root)
-    if iteration is not None:
-        iterations = [i for i in iterations if i == iteration]
-    if not iterations:
-        print(f"error: no checkpoint{_of(iteration)} in {root}", file=sys.stderr)
+        root, iteration = Path(os.path.abspath(root)).parent, int(match.group(1))
+    try:
+        return 0 if _inspect(root, iteration, tensors=args.tensors, verify=args.verify) else 1
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _inspect(root: Path, iteration: int | None, *, tensors: bool, verify: bool) -> bool:
+    """Whether all that was looked at is sound."""
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "doesn't exist"
+        raise CheckpointError(f"{root} {kind}; give the --save folder of a run")
+    iterations = directory.all_iterations(root)
+    if not iterations:
+        raise CheckpointError(
+            f"no checkpoint in {root}: it has no folder like iter_0000100; give the --save folder "
+            "of a run"
+        )
+    if tensors and iteration is None:
+        iteration, warning = directory.latest_iteration(root)
+        if warning:
+            print(f"warning: {warning}")
+        if iteration is None:
+            raise CheckpointError(f"no whole checkpoint in {root}")
     if iteration is None:
-        _list(root)
+        _list(root, iterations)
+    elif iteration not in iterations:
+        raise CheckpointError(f"no checkpoint of iteration {iteration} in {root}")
     sound = True
-    for number in iterations:
+    for number in iterations if iteration is None else [iteration]:
         folder = directory.iteration_folder(root, number)
         try:
             if iteration is not None:
-                _show(folder, tensors=args.tensors)
-            if args.verify:
+                problems = directory.missing_parts(folder)
+                if problems:
+                    print(f"error: incomplete: never loaded ({_some(problems)})", file=sys.stderr)
+                    sound = False
+                _show(folder, tensors=tensors)
+            if verify:
                 sound &= _verify(folder)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             sound = False
-    return 0 if sound else 1
+    return sound
 
 
-def _of(iteration: int | None) -> str:
-    return "" if iteration is None else f" of iteration {iteration}"
-
-
-def _list(root: Path) -> None:
-    latest, warning = directory.latest_iteration(root)
+def _list(root: Path, iterations: list[int]) -> None:
+    try:
+        latest, warning = directory.latest_iteration(root)
+    except CheckpointError as error:
+        latest, warning = None, f"{error}"
     print(f"{'iteration':>10}  {'GB':>8}  state")
-    for number in directory.all_iterations(root):
+    for number in iterations:
         folder = directory.iteration_folder(root, number)
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        whole = directory.is_complete(folder)
-        text = "whole" if whole else "incomplete: never loaded"
+        problems = directory.missing_parts(folder)
+        text = f"incomplete: never loaded ({_some(problems)})" if problems else "whole"
         print(
-            f"{number:>10}  {size / 1e9:>8.3f}  {text}{', the latest' if number == latest else ''}"
+            f"{number:>10}  {_bytes(folder) / 1e9:>8.3f}  "
+            f"{text}{', the latest' if number == latest else ''}"
         )
     if warning:
         print(f"warning: {warning}")
 
 
+def _some(problems: list[str]) -> str:
+    return "; ".join(problems[:2]) + (f"; {len(problems) - 2} more" if len(problems) > 2 else "")
+
+
+def _bytes(folder: Path) -> int:
+    """Of the files that can be looked at."""
+    total = 0
+    try:
+        for path in folder.iterdir():
+            if path.is_file():
+                total += path.stat().st_size
+    except OSError:
+        pass
+    return total
+
+
 def _show(folder: Path, *, tensors: bool) -> None:
-    state = read_state(folder)
-    train: dict[str, Any] = state["train_state"]
+    state = read_saved_state(folder)
     print(f"{folder}")
     for name in ("iteration", "stage", "consumed_samples", "consumed_tokens", "skipped", "run_id"):
-        print(f"  {name:<18} {train[name]}")
-    print(f"  {'saved by':<18} {state['world_size']} ranks")
-    print(f"  {'optimizer state':<18} {'yes' if state['has_optimizer'] else 'no'}")
+        print(f"  {name:<18} {getattr(state.train_state, name)}")
+    print(f"  {'saved by':<18} {state.world_size} ranks")
+    print(f"  {'optimizer state':<18} {'yes' if state.has_optimizer else 'no'}")
     listing = {
         name: entry
         for name, entry in read_metadata_safely(folder / ".metadata").state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)  # nothing else is ever read
+        if isinstance(entry, TensorStorageMetadata)  # nothing else is ever listed
     }
     kinds: dict[str, list[int]] = {}
     for name, entry in listing.items():
@@ -101,7 +138,7 @@ def _show(folder: Path, *, tensors: bool) -> None:
         for name, entry in sorted(listing.items()):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             print(f"    {name}  {dtype}{list(entry.size)}  in {len(entry.chunks)} pieces")
-        print(json.dumps(state["config"], indent=1))
+        print(json.dumps(state.config, indent=1))
 
 
 def _verify(folder: Path) -> bool:
@@ -118,7 +155,9 @@ def _parser() -> Parser:
     parser.add_argument("folder", help="the --save folder, or one checkpoint in it")
     parser.add_argument("--iteration", type=int, help="show this checkpoint")
     parser.add_argument(
-        "--tensors", action="store_true", help="with one checkpoint: every tensor, and the flags"
+        "--tensors",
+        action="store_true",
+        help="every tensor, and the flags, of one checkpoint; default: the latest",
     )
     parser.add_argument("--verify", action="store_true", help="check the crc32 of every file")
     return parser
