@@ -7,6 +7,7 @@ exit code 2, without a traceback. A rank that fails, dies or hangs ends the run 
 which name it.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -110,15 +111,18 @@ def _run(
     )
     config = resolved.config
     resolved, tokenizer = open_tokenizer(resolved)
+    handled = config.training.exit_signal_handler
+    if not handled:
+        signals.give_up()
+    meeting = f"{env.describe()} waits for the other ranks"
     try:
-        device = initialize_distributed(env, resolved.config)
+        with signals.deadly(meeting) if handled else contextlib.nullcontext():
+            device = initialize_distributed(env, resolved.config)
+            timeout_s = resolved.config.parallel.distributed_timeout_minutes * 60
+            watchdog = _watchdog(env, timeout_s, signals if handled else None)
     except RendezvousError as error:
         print(f"pretrain: {error}", file=sys.stderr, flush=True)
         return 1
-    if not config.training.exit_signal_handler:
-        signals.give_up()
-    timeout_s = resolved.config.parallel.distributed_timeout_minutes * 60
-    watchdog = _watchdog(env, timeout_s, signals if config.training.exit_signal_handler else None)
     try:
         code = _train(resolved, signals, started, tokenizer, device, watchdog, providers)
         watchdog.leaving()

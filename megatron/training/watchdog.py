@@ -18,6 +18,7 @@ frame every 20 ms (for the straggler report). It doesn't restart anything.
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -110,6 +111,7 @@ class Watchdog:
         self._heard = time.monotonic()
         if self._signals is not None:
             self._signals.notice_from_threads()
+            self._signals.before_dying = self._last_word
         for thread in self._threads:
             thread.start()
         return self
@@ -238,6 +240,7 @@ class Watchdog:
             self.busy.sample()
             overdue = self._signals.overdue() if self._signals is not None else None
             if overdue is not None:
+                self._last_word(overdue)
                 os._exit(128 + overdue)
             silence = time.monotonic() - self._heard
             if self._found is None and silence > self._limit and not self._closing:
@@ -264,6 +267,18 @@ class Watchdog:
         else:
             beat.writer = Strand(ticks=beat.writer.ticks)
         self._store.set(f"beat/{self._rank}", json.dumps(beat.to_json()))
+
+    def _last_word(self, number: int) -> None:
+        """Tell the first rank, if it answers, what this one did when a second signal ended it."""
+
+        def send() -> None:
+            with contextlib.suppress(RuntimeError):  # no store any more
+                self._send()
+
+        self._beat.doing += f", ended by a second {signal.Signals(number).name}"
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(1.0)
 
     def _look(self, strand: Strand, thread: threading.Thread) -> None:
         frame = frame_of(thread)

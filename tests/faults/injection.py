@@ -126,6 +126,21 @@ def in_folder_of_its_own(rank: int, *, folder: str) -> None:
     os.chdir(Path(folder) / str(rank))
 
 
+def comes_late(rank: int, *, victim: int, marker: str) -> None:
+    """One rank never comes to the rendezvous; ``marker`` is created when another begins to wait."""
+    import torch.distributed as dist
+
+    if rank == victim:
+        time.sleep(60)
+    original = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        Path(marker).touch()
+        original(*args, **kwargs)
+
+    dist.init_process_group = init_process_group
+
+
 def disk_full(rank: int, *, victim: int, save: int) -> None:
     """The n-th save (from 0) finds no space for one rank's tensors."""
     if rank != victim:

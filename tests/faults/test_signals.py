@@ -1,6 +1,7 @@
 """Signals at bad moments: during a save, twice, at the last step."""
 
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -72,6 +73,8 @@ def test_a_second_signal_kills_and_the_others_name_the_rank(tmp_path: Path) -> N
     assert result.codes[1] == -signal.SIGTERM, result.text
     assert result.codes[0] == 1
     assert "rank 1 no longer answers" in result.errors[0], result.text
+    last_word = r"rank 1, last seen (the save of )?iteration \d+, ended by a second SIGTERM"
+    assert re.search(last_word, result.errors[0]), result.text
     iteration, _ = latest_iteration(tmp_path / "run")
     assert iteration is not None and iteration >= 2
 
@@ -90,6 +93,24 @@ def test_a_second_signal_ends_a_rank_that_is_stuck_outside_of_python() -> None:
     job.kill()
     job.result(10)
     assert code in (128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_signal_ends_a_rank_that_waits_for_others(tmp_path: Path, waits: int) -> None:
+    """In the rendezvous, where the main thread is outside of Python."""
+    marker = tmp_path / "meeting"
+    hook = partial(injection.comes_late, victim=1 - waits, marker=str(marker))
+    job = Job(2, SMALL, hook=hook)
+    wait_for_file(marker)
+    time.sleep(0.5)
+    send(job, waits)
+    job.processes[waits].join(5)
+    code, error = job.processes[waits].exitcode, job.read(waits, "err")
+    job.kill()
+    job.result(10)
+    assert code == 128 + signal.SIGTERM, error
+    said = [line for line in error.splitlines() if "SIGTERM" in line]
+    assert len(said) == 1 and said[0].startswith(f"pretrain: SIGTERM while rank {waits} of 2,")
 
 
 def _slow_and_saves_slowly(hook: partial[None], rank: int) -> None:
