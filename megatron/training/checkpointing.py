@@ -9,6 +9,7 @@ number of ranks, each starts from (seed, iteration, rank). Nothing in this code 
 them in a step (dropout and data order are functions of keys), so either is exact.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -136,6 +137,7 @@ class Checkpointer:
         self._warn = warn
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         self._progress: Progress = no_progress
+        self._admitted: dict[Path, SavedState] = {}
         self.last_saved: int | None = None
         self._saver: CheckpointSaver | None = None
         if config.checkpoint.save:
@@ -222,18 +224,22 @@ class Checkpointer:
     def load(self) -> LoadedCheckpoint | None:
         """Load what ``--load`` asks for; None means a fresh start. Collective.
 
-        From then on ``--save`` is this run's: one that still saves there fails at its next save.
+        Before it reads tensors ``--save`` becomes this run's: one that still saves there fails at
+        its next save, so it can't prune what is read here.
 
         Raises:
             CheckpointError: if there is nothing to load, or what there is can't be loaded.
             ValueError: if the saved run differs in what must not differ.
         """
         loaded = None if self._config.checkpoint.load is None else self._load()
-        if self._saver is not None:
-            warning = self._saver.own()
-            if warning:
-                self._warn(warning)
+        if loaded is None:
+            self._own()
         return loaded
+
+    def _own(self) -> None:
+        warning = None if self._saver is None else self._saver.own()
+        if warning:
+            self._warn(warning)
 
     def _choose(self) -> None:
         """What this start loads, by the first rank for all."""
@@ -264,6 +270,13 @@ class Checkpointer:
                 f"--load {root} holds no whole checkpoint; check the folder, or leave --load out "
                 "to start fresh"
             )
+        # A run whose settings are refused takes nothing from one that still saves.
+        with contextlib.suppress(CheckpointError):
+            self._admit(iteration_folder(root, iteration))
+        self._own()
+        # The run before may have finished a checkpoint in the meantime, and pruned this one.
+        latest, _ = choose_checkpoint(root, iteration=options.ckpt_step, group=self._group)
+        iteration = iteration if latest is None else latest
         while True:
             folder = iteration_folder(root, iteration)
             try:
@@ -291,15 +304,22 @@ class Checkpointer:
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
 
+    def _admit(self, folder: Path) -> SavedState:
+        """A checkpoint's state, once it is known that this run may go on from it."""
+        if folder not in self._admitted:
+            body = on_all_ranks(lambda: read_saved_state(folder), self._group, f"reading {folder}")
+            if not self._loading.finetune:
+                problem = self._check_resume(body.config, body.train_state)
+                if problem:
+                    raise ValueError(problem)
+            self._admitted[folder] = body
+        return self._admitted[folder]
+
     def _load_from(self, folder: Path) -> LoadedCheckpoint:
         what = f"reading {folder}"
-        body: SavedState = on_all_ranks(lambda: read_saved_state(folder), self._group, what)
         options = self._loading
+        body = self._admit(folder)
         saved = LoadedCheckpoint(folder, body.train_state, body.config, body.world_size)
-        if not options.finetune:
-            problem = self._check_resume(saved.config, saved.train_state)
-            if problem:
-                raise ValueError(problem)
         optimizer = not (options.finetune or options.no_load_optim)
         if optimizer and not body.has_optimizer:
             raise CheckpointMismatch(

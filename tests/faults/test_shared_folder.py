@@ -101,6 +101,47 @@ def test_the_newer_run_is_overtaken_by_no_one(tmp_path: Path) -> None:
     assert not list(root.glob(".saving_*"))
 
 
+def late_load(rank: int, *, marker: str, go: str) -> None:
+    """The first rank waits between choosing a checkpoint and taking the folder over."""
+    if rank != 0:
+        return
+    from megatron.training.checkpointing import Checkpointer
+
+    original = Checkpointer._own
+
+    def own(self: Any) -> None:
+        Path(marker).touch()
+        while not Path(go).exists():
+            time.sleep(0.02)
+        original(self)
+
+    Checkpointer._own = own  # type: ignore[method-assign]
+
+
+def test_what_the_older_run_has_just_finished_is_loaded(tmp_path: Path) -> None:
+    """It publishes 3 and prunes 2 after the newer one has chosen 2."""
+    argv = saving(tmp_path, "run", *COMMON)
+    run_job(1, [*argv, "--exit-interval=2"], timeout=60).check()
+    marker, go = tmp_path / "chosen", tmp_path / "go"
+    new = started(Job(2, argv, hook=partial(late_load, marker=str(marker), go=str(go))), marker)
+    run_job(2, [*argv, f"--metrics-file={tmp_path}/old"], timeout=60).check()
+    assert sound(tmp_path / "run") == [3]
+    go.touch()
+    assert "iter_0000003: going on after iteration 3" in new.result(60).check().output[0]
+
+
+def test_a_run_that_is_refused_takes_nothing(tmp_path: Path) -> None:
+    argv = saving(tmp_path, "run", *COMMON)
+    run_job(1, [*argv, "--exit-interval=2"], timeout=60).check()
+    marker, go = tmp_path / "there", tmp_path / "go"
+    hook = partial(wait_before, name="publish", marker=str(marker), go=str(go))
+    old = started(Job(2, argv, hook=hook), marker)
+    run_job(2, [*argv, "--seed=9"], timeout=60).check(2)
+    go.touch()
+    old.result(60).check()
+    assert sound(tmp_path / "run") == [3]
+
+
 def test_files_that_are_not_what_the_ranks_wrote_are_not_published(tmp_path: Path) -> None:
     root = tmp_path / "run"
     argv = saving(tmp_path, "run", *COMMON)
