@@ -51,9 +51,9 @@ def pretrain(
 
     Returns:
         0 at the end or at a planned stop, 99 after a signal (saved; start me again), 128 + its
-        number after a signal without ``--save``, 2 for a wrong command line, 3 after too many
-        steps that weren't finite, 4 after a step that gave other bits when it was computed again,
-        1 after any other failure of this or another rank.
+        number after a signal without ``--save`` or before the ranks have met, 2 for a wrong
+        command line, 3 after too many steps that weren't finite, 4 after a step that gave other
+        bits when it was computed again, 1 after any other failure of this or another rank.
     """
     started = time.time()
     signals = signals or ExitSignals().install()

@@ -1,0 +1,57 @@
+"""A save and a load say that they get on: for each block written, flushed, checked or read."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    make_pieces,
+    read_pieces,
+    storage,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from tests.utils.ranks import run_ranks
+
+BLOCK = 1000
+VALUES = 20 * BLOCK
+
+
+def count(rank: int, world: int, root: str) -> tuple[int, int, int, int]:
+    """Calls while writing, flushes, calls while checking and while reading."""
+    group = dist.new_group(backend="gloo")
+    calls: list[int] = []
+    flushes: list[int] = []
+    original = os.fdatasync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "WRITE_BYTES", BLOCK)
+        patch.setattr(storage, "SYNC_BYTES", 30 * BLOCK)
+        patch.setattr(os, "fdatasync", lambda file: (flushes.append(file), original(file)))
+        tensors = {f"t{i}": torch.arange(VALUES, dtype=torch.int32) + i for i in range(2)}
+        folder = write_checkpoint(
+            Path(root),
+            1,
+            make_pieces(tensors.items(), {}),
+            {},
+            group=group,
+            progress=lambda: calls.append(1),
+        )
+    written = len(calls)
+    verify_checkpoint(folder, group=group, progress=lambda: calls.append(1))
+    checked = len(calls) - written
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    pieces = make_pieces(loaded.items(), {})
+    read_pieces(folder, pieces, group=group, progress=lambda: calls.append(1))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    return written, len(flushes), checked, len(calls) - written - checked
+
+
+def test_each_block_counts(tmp_path: Path) -> None:
+    [(written, flushes, checked, read)] = run_ranks(1, count, str(tmp_path))
+    assert written >= 2 * 4 * VALUES / BLOCK
+    assert flushes == 2 * 4 * VALUES // (30 * BLOCK)
+    assert checked >= 3, "tensors, listing and state"
+    assert read >= 2, "each tensor"
