@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing import (
     stored_tensors,
     verify_checkpoint,
 )
+from megatron.core.dist_checkpointing.directory import begin_past, is_complete, past_iterations
 from megatron.core.dist_checkpointing.errors import CheckpointMismatch, on_all_ranks
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
 from megatron.training.load_folder import beginning, starts_fresh_when_empty, what_to_load
@@ -234,7 +235,14 @@ class Checkpointer:
         loaded = None if self._config.checkpoint.load is None else self._load()
         if loaded is None:
             self._own()
+        if self._saver is not None:
+            on_all_ranks(self._begin_past, self._group, f"writing to {self._saver.root}")
         return loaded
+
+    def _begin_past(self) -> None:
+        assert self._saver is not None
+        if dist.get_rank() == 0:
+            begin_past(self._saver.root, self.last_saved or 0)
 
     def _own(self) -> None:
         warning = None if self._saver is None else self._saver.own()
@@ -296,11 +304,11 @@ class Checkpointer:
                 iteration = earlier
 
     def _earlier(self, root: Path, iteration: int) -> int | None:
-        from megatron.core.dist_checkpointing.directory import complete_iterations
-
         answer: list[int | None] = [None]
         if dist.get_rank() == 0:
-            answer[0] = max((i for i in complete_iterations(root) if i < iteration), default=None)
+            before = past_iterations(root, iteration)
+            whole = (i for i in before if is_complete(iteration_folder(root, i)))
+            answer[0] = next(whole, None)
         dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
 

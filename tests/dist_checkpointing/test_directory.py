@@ -49,7 +49,9 @@ def test_a_broken_latest_falls_back_and_never_forward(tmp_path: Path) -> None:
     assert "data has 2 bytes instead of 4" in warning
     for below in (2, 4):
         damage(tmp_path, below)
-    with pytest.raises(CheckpointError, match=r"nor is there one before it.*\[6, 8\].*--ckpt-step"):
+    with pytest.raises(
+        CheckpointError, match=r"nor is there one that led to it.*\[6, 8\].*--ckpt-step"
+    ):
         latest_iteration(tmp_path)
     for above in (6, 8):
         damage(tmp_path, above)
@@ -77,6 +79,37 @@ def test_without_a_usable_pointer_the_newest_counts(tmp_path: Path, pointer: obj
     else:
         with pytest.raises(CheckpointError, match="no whole checkpoint in"):
             latest_iteration(tmp_path)
+
+
+def test_what_a_run_was_set_back_from_is_not_its_past(tmp_path: Path) -> None:
+    """From 8 back to 4, then 5 and 9: 6 and 8 lie below 9 but didn't lead to it."""
+    for number in (2, 4, 6, 8):
+        checkpoints(tmp_path, number)
+        directory.add_to_past(tmp_path, number)
+    directory.begin_past(tmp_path, 4)
+    assert directory.past_iterations(tmp_path, 8) == [6, 4, 2], "the pointer still says 8"
+    for number in (5, 9):
+        checkpoints(tmp_path, number)
+        directory.add_to_past(tmp_path, number)
+    assert directory.past_iterations(tmp_path, 9) == [5, 4, 2]
+    damage(tmp_path, 9)
+    iteration, warning = latest_iteration(tmp_path)
+    assert iteration == 5 and warning is not None
+    shutil.rmtree(iteration_folder(tmp_path, 9))
+    checkpoints(tmp_path, 9)
+    assert prune(tmp_path, 3, 9) == [2, 6, 8]
+    for number in (4, 5, 9):
+        damage(tmp_path, number)
+    checkpoints(tmp_path, 7)
+    write_pointer(tmp_path, 9)
+    with pytest.raises(CheckpointError, match=r"the others, \[7\].*--ckpt-step"):
+        latest_iteration(tmp_path)
+    directory.begin_past(tmp_path, 0)
+    assert directory.past_iterations(tmp_path, 9) == [7, 5, 4]
+    directory.add_to_past(tmp_path, 9)
+    assert directory.past_iterations(tmp_path, 9) == []
+    (tmp_path / directory.PAST_FILE).write_bytes(b"{")
+    assert directory.past_iterations(tmp_path, 9) == [7, 5, 4]
 
 
 def test_pruning_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:

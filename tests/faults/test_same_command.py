@@ -117,3 +117,18 @@ def test_a_signal_without_load_says_how_to_go_on(tmp_path: Path) -> None:
     left = run_job(1, argv, hook=partial(signalled, step=2), timeout=60).check(99)
     assert f"to go on from here, add --load {tmp_path}/run" in left.output[0]
     run_job(1, [*argv, f"--load={tmp_path}/run"], timeout=60).check()
+
+
+def test_a_broken_checkpoint_falls_back_in_its_own_past(tmp_path: Path) -> None:
+    """From 4 back to 2, then 3 and 6: the old 4 lies below 6, but didn't lead to it."""
+    run_of_four(tmp_path, "run")
+    argv = saving(tmp_path, "run", CONSTANT, "--train-iters=6")
+    run_job(1, [*argv, "--ckpt-step=2", "--exit-interval=3"], timeout=60).check()
+    run_job(1, argv, timeout=60).check()
+    shard = next(iteration_folder(tmp_path / "run", 6).glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 16
+    shard.write_bytes(data)
+    result = run_job(1, [*argv, "--load-fallback"], timeout=60).check()
+    assert "--load-fallback: trying iteration 3" in result.errors[0]
+    assert "iter_0000003: going on after iteration 3" in result.output[0]

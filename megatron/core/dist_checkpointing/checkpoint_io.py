@@ -133,6 +133,7 @@ def _complete(
     if problems:
         raise CheckpointError(f"not what the ranks wrote: {'; '.join(problems)}")
     directory.publish(saving, iteration, may=may)
+    directory.add_to_past(root, iteration, may=may)
     directory.write_pointer(root, iteration, may=may)
     directory.prune(root, keep, iteration, may=may)
 

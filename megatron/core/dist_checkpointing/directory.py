@@ -7,6 +7,8 @@
         .metadata                which tensor lies where
         state.json               everything that isn't a tensor
         checksums.json           written last: crc32 and size of every file above
+    DIR/past.json                iterations that led to the latest one: a run that was set back
+                                 leaves others behind, which lie beside its past, not in it
     DIR/latest_checkpointed_iteration.txt    replaced atomically after checksums.json
 
 A folder without ``checksums.json``, or whose files are missing or shorter than it says, is not
@@ -29,6 +31,7 @@ from megatron.core.dist_checkpointing.progress import Progress, no_progress
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
+PAST_FILE = "past.json"
 CHECKSUM_FILE = "checksums.json"
 _SAVING_PREFIX = ".saving_"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -216,6 +219,36 @@ def complete_iterations(root: Path) -> list[int]:
     return [i for i in all_iterations(root) if is_complete(iteration_folder(root, i))]
 
 
+def _known_past(root: Path) -> set[int] | None:
+    """What ``past.json`` lists; None without a usable one."""
+    try:
+        values = json.loads((root / PAST_FILE).read_bytes())
+        return {value for value in values if type(value) is int}
+    except _UNREADABLE:
+        return None
+
+
+def past_iterations(root: Path, of: int) -> list[int]:
+    """Iterations with a folder that led to ``of``, newest first; all below where it isn't known."""
+    below = [i for i in reversed(all_iterations(root)) if i < of]
+    known = _known_past(root)
+    return below if known is None or of not in known else [i for i in below if i in known]
+
+
+def begin_past(root: Path, goes_on_from: int) -> None:
+    """Note what led to the iteration that a run goes on from (0: nothing that is here)."""
+    past = [*reversed(past_iterations(root, goes_on_from)), goes_on_from] if goes_on_from else []
+    write_atomically(root / PAST_FILE, json.dumps(past).encode())
+
+
+def add_to_past(root: Path, iteration: int, *, may: Callable[[], None] = _unasked) -> None:
+    """Note that a run went on to ``iteration``; ``may`` raises if it must not be noted."""
+    below = [i for i in all_iterations(root) if i < iteration]
+    known = _known_past(root)
+    past = below if known is None else [i for i in below if i in known]
+    write_atomically(root / PAST_FILE, json.dumps([*past, iteration]).encode(), may=may)
+
+
 def write_pointer(root: Path, iteration: int, *, may: Callable[[], None] = _unasked) -> None:
     """Atomically name ``iteration`` as the latest checkpoint; ``may`` raises if it must not be."""
     write_atomically(root / POINTER, f"{iteration}\n".encode(), may=may)
@@ -239,20 +272,20 @@ def _pointed(pointer: Path) -> tuple[int | None, str]:
 def latest_iteration(root: Path) -> tuple[int | None, str | None]:
     """(latest whole checkpoint or None, a warning or None).
 
-    The pointer file is believed. If what it names isn't whole, the newest whole checkpoint below
-    it counts: newer ones may be of a past that the run was set back from. Without a usable
+    The pointer file is believed. If what it names isn't whole, the newest whole checkpoint that
+    led to it counts: others may be of a past that the run was set back from. Without a usable
     pointer the newest whole one counts. The warning says which.
 
     Raises:
-        CheckpointError: if there is a pointer, but no whole checkpoint at or below it.
+        CheckpointError: if there is a pointer, but no whole checkpoint at or before it.
     """
     pointer = root / POINTER
     named, problem = _pointed(pointer)
     problems = [] if named is None else missing_parts(iteration_folder(root, named))
     if named is not None and not problems:
         return named, None
-    below = [i for i in reversed(all_iterations(root)) if named is None or i < named]
-    newest = next((i for i in below if is_complete(iteration_folder(root, i))), None)
+    before = all_iterations(root)[::-1] if named is None else past_iterations(root, named)
+    newest = next((i for i in before if is_complete(iteration_folder(root, i))), None)
     if named is None:
         if newest is not None:
             return newest, f"{problem}: unusable; taking the newest whole checkpoint, {newest}"
@@ -265,10 +298,10 @@ def latest_iteration(root: Path) -> tuple[int | None, str | None]:
     says = f"{pointer} says {named}, which is no whole checkpoint here ({reason})"
     if newest is not None:
         return newest, f"{says}; taking the newest whole checkpoint, {newest}, of those before it"
-    later = [i for i in complete_iterations(root) if i > named]
-    if later:
+    others = complete_iterations(root)
+    if others:
         raise CheckpointError(
-            f"{says}, nor is there one before it; the later ones, {later}, may be of a past that "
+            f"{says}, nor is there one that led to it; the others, {others}, may be of a past that "
             "the run was set back from: give one as --ckpt-step to go on from it"
         )
     raise CheckpointError(f"{says}, nor is there any other; {_MOVE_AWAY}")
@@ -286,15 +319,15 @@ def remove_tree(path: Path) -> None:
 def prune(root: Path, keep: int, latest: int, *, may: Callable[[], None] = _unasked) -> list[int]:
     """Remove all but the ``keep`` newest whole checkpoints (0: keep all); returns what went.
 
-    Counted from ``latest`` backwards, which always stays. Newer ones, left by a run that was
-    set back with ``--ckpt-step``, are neither counted nor removed. Broken folders older than
-    ``latest`` go too. Of a link to a folder elsewhere only the link goes.
+    Counted from ``latest`` backwards through its past. Newer ones, left by a run that was set
+    back with ``--ckpt-step``, are neither counted nor removed; older ones that it left, and broken
+    folders older than ``latest``, go too. Of a link to a folder elsewhere only the link goes.
     ``may`` is called before each removal and raises if it must not happen.
     """
     if keep <= 0:
         return []
-    whole = [i for i in complete_iterations(root) if i < latest]
-    kept = set(whole[-(keep - 1) :]) if keep > 1 else set()
+    whole = [i for i in past_iterations(root, latest) if is_complete(iteration_folder(root, i))]
+    kept = set(whole[: keep - 1])
     gone = [i for i in all_iterations(root) if i < latest and i not in kept]
     for iteration in gone:
         may()
