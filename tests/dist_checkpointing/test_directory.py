@@ -195,3 +195,15 @@ def test_a_folder_without_its_checksums_is_no_checkpoint(tmp_path: Path) -> None
     checkpoints(tmp_path, 2, 4)
     (iteration_folder(tmp_path, 4) / CHECKSUM_FILE).unlink()
     assert complete_iterations(tmp_path) == [2]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_pointer(tmp_path, 2)
+    monkeypatch.setattr(directory.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_pointer(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == [POINTER]
+    assert (tmp_path / POINTER).read_text() == "2\n"

@@ -59,16 +59,17 @@ def write_atomically(
     """
     # Process ids are no names: in containers many jobs have the same one.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         may()
+        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink()
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
-    os.replace(temporary, path)
     if sync_entry:
         sync_folder(path.parent)
 
