@@ -49,6 +49,32 @@ def count(rank: int, world: int, root: str) -> tuple[int, int, int, int]:
     return written, len(flushes), checked, len(calls) - written - checked
 
 
+def count_removals(rank: int, world: int, root: str) -> list[int]:
+    """Calls of four saves; the last one removes three checkpoints and a leaving."""
+    group = dist.new_group(backend="gloo")
+    calls: list[int] = [0] * 4
+
+    def progress() -> None:
+        calls[iteration - 1] += 1
+
+    for iteration in (1, 2, 3, 4):
+        if iteration == 4:
+            (Path(root) / ".saving_iter_0000009.gone").mkdir()
+        pieces = make_pieces([("t", torch.zeros(4))], {})
+        keep = 1 if iteration == 4 else 0
+        write_checkpoint(
+            Path(root), iteration, pieces, {}, group=group, keep=keep, progress=progress
+        )
+    return calls
+
+
+def test_each_removal_counts(tmp_path: Path) -> None:
+    """Old checkpoints may take long to remove, for instance the first time with few to keep."""
+    [calls] = run_ranks(1, count_removals, str(tmp_path))
+    assert calls[1] == calls[2] and calls[3] == calls[2] + 4
+    assert [folder.name for folder in tmp_path.glob("*iter_*")] == ["iter_0000004"]
+
+
 def test_each_block_counts(tmp_path: Path) -> None:
     [(written, flushes, checked, read)] = run_ranks(1, count, str(tmp_path))
     assert written >= 2 * 4 * VALUES / BLOCK

@@ -85,6 +85,7 @@ def write_checkpoint(
     saving = directory.saving_folder(root, iteration, run.token)
 
     def spared(leaving: Path) -> bool:
+        progress()
         owner.require(root, run)  # else it may be the newer run's
         return owner.may_be_written(leaving, run)
 
@@ -97,7 +98,9 @@ def write_checkpoint(
         _on_first(prepare, group, f"preparing {saving}")
         files = _write_tensors(saving, dict(pieces), group, progress)
         _on_first(
-            lambda: _complete(saving, iteration, state, files, keep=keep, run=run),
+            lambda: _complete(
+                saving, iteration, state, files, keep=keep, run=run, progress=progress
+            ),
             group,
             f"completing {saving}",
         )
@@ -116,11 +119,13 @@ def _complete(
     *,
     keep: int,
     run: owner.Owner,
+    progress: Progress,
 ) -> None:
     """From written tensors to the latest checkpoint; on the first rank."""
     root = saving.parent
 
     def may() -> None:
+        progress()
         owner.require(root, run)
 
     may()
