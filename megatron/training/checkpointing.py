@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing import (
     choose_checkpoint,
     iteration_folder,
     make_pieces,
+    read_listing,
     read_pieces,
-    stored_tensors,
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.directory import begin_past, is_complete, past_iterations
@@ -324,7 +324,6 @@ class Checkpointer:
         return self._admitted[folder]
 
     def _load_from(self, folder: Path) -> LoadedCheckpoint:
-        what = f"reading {folder}"
         options = self._loading
         body = self._admit(folder)
         saved = LoadedCheckpoint(folder, body.train_state, body.config, body.world_size)
@@ -335,11 +334,12 @@ class Checkpointer:
             )
         if optimizer:
             ensure_optimizer_state(self._optimizer)
-        stored = on_all_ranks(lambda: set(stored_tensors(folder)), self._group, what)
+        listing = read_listing(folder, group=self._group)
+        stored = set(listing.state_dict_metadata)
         rng = self._rng_to_load(saved, stored)
         pieces = self._pieces(optimizer=optimizer, rng=rng)
         self._refuse_leftovers(folder, stored, pieces, optimizer=optimizer)
-        read_pieces(folder, pieces, group=self._group, progress=self._progress)
+        read_pieces(folder, pieces, group=self._group, listing=listing, progress=self._progress)
         if optimizer:
             set_optimizer_step(self._optimizer, saved.train_state.optimizer_steps)
         else:

@@ -316,6 +316,17 @@ def test_choosing(tmp_path: Path) -> None:
     run_ranks(2, choose, str(tmp_path))
 
 
+@pytest.mark.parametrize("name", [".metadata", "state.json"])
+def test_checksums_speak_of_what_is_believed(tmp_path: Path, name: str) -> None:
+    run_ranks(2, write_one, str(tmp_path), 1)
+    folder = iteration_folder(tmp_path, 1)
+    files = directory.read_checksums(folder)
+    files.pop(name)
+    directory.write_checksums(folder, files)
+    messages = run_ranks(2, expect_damage, str(tmp_path), f"doesn't speak of {name}")
+    assert "ranks 0, 1: " in messages[0] and messages[0].count(name) == 1
+
+
 def test_damaged_checksum_file_means_incomplete(tmp_path: Path) -> None:
     run_ranks(2, write_one, str(tmp_path), 1)
     path = iteration_folder(tmp_path, 1) / "checksums.json"

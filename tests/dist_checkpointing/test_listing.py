@@ -134,6 +134,8 @@ EDITS = {
     "text": (lambda m: place(m, offset="0"), "outside of the"),
     "fraction": (lambda m: place(m, length=1.5), "instruction"),
     "true": (lambda m: place(m, length=True), NAME),
+    "shared": (lambda m: place(m, offset=0, length=2000), "in the same bytes"),
+    "too short": (lambda m: place(m, length=95), "than 95 bytes can hold"),
     "transform": (lambda m: place(m, transform_descriptors=["zip"]), "transform"),
     "no place": (no_place, "of no file"),
     "only a place": (lambda m: m.state_dict_metadata.pop(NAME), "place"),
@@ -264,6 +266,21 @@ def test_other_things_in_place_of_a_tensor(folder: Path, value: Any) -> None:
 def test_a_stored_dtype_must_be_the_runs(sound: Path, dtype: torch.dtype) -> None:
     (text,) = run_ranks(1, read, str(sound), {NAME: torch.zeros(6, 4, dtype=dtype)})
     assert NAME in text and "float32" in text and str(dtype).removeprefix("torch.") in text
+
+
+def read_other_shape(rank: int, world: int, folder: str) -> tuple[str, str]:
+    group = dist.new_group(backend="gloo")
+    live = tensors() | {NAME: torch.zeros(5, 4)}
+    with pytest.raises(CheckpointError) as caught:
+        read_pieces(Path(folder), make_pieces(live.items(), {}), group=group)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_mismatch_of_all_ranks_is_one(sound: Path) -> None:
+    """Told apart from damage, over ranks too: no older checkpoint would fit either."""
+    for kind, text in run_ranks(2, read_other_shape, str(sound)):
+        assert kind == "CheckpointMismatch"
+        assert text.count("has shape (6, 4)") == 1 and "ranks 0, 1: " in text
 
 
 def test_coverage_agrees_with_counting() -> None:

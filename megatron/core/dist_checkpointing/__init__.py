@@ -2,6 +2,7 @@
 
 from megatron.core.dist_checkpointing.checkpoint_io import (
     choose_checkpoint,
+    read_listing,
     read_pieces,
     read_state,
     stored_tensors,
@@ -21,6 +22,7 @@ __all__ = [
     "iteration_folder",
     "latest_iteration",
     "make_pieces",
+    "read_listing",
     "read_pieces",
     "read_state",
     "stored_tensors",

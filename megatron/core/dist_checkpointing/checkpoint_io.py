@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -36,6 +37,8 @@ from megatron.core.dist_checkpointing.storage import ChecksumWriter, SafeReader
 
 SPACE_RESERVE = 64 << 20
 """Bytes that must stay free beside a checkpoint (listing, state, metrics)."""
+LISTING = ".metadata"
+"""torch's name for it."""
 
 
 def _on_first(action: Callable[[], None], group: dist.ProcessGroup, what: str) -> None:
@@ -181,7 +184,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a checkpoint; needs no process group."""
-    listing = read_metadata_safely(folder / ".metadata").state_dict_metadata
+    listing = read_metadata_safely(folder / LISTING).state_dict_metadata
     return {name: tuple(getattr(entry, "size", ())) for name, entry in listing.items()}
 
 
@@ -197,6 +200,9 @@ def verify_checkpoint(
 
     def check() -> None:
         names = sorted(directory.read_checksums(folder))
+        for name in (LISTING, directory.STATE_FILE):
+            if name not in names:
+                raise CheckpointError(f"{folder / directory.CHECKSUM_FILE} doesn't speak of {name}")
         problems = directory.damaged_files(folder, names[rank::world], progress)
         if problems:
             raise CheckpointError("; ".join(problems))
@@ -204,26 +210,42 @@ def verify_checkpoint(
     on_all_ranks(check, group, f"verifying {folder}")
 
 
+def read_listing(folder: Path, *, group: dist.ProcessGroup) -> Metadata:
+    """Which tensors lie where in a checkpoint, checked. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if the listing is damaged.
+    """
+    return on_all_ranks(lambda: read_metadata_safely(folder / LISTING), group, f"reading {folder}")
+
+
 def read_pieces(
     folder: Path,
     pieces: Mapping[str, Piece],
     *,
     group: dist.ProcessGroup,
+    listing: Metadata | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Read this rank's pieces from a checkpoint of any layout, in place. Collective.
+
+    Args:
+        folder: of the checkpoint.
+        pieces: where to read to, by global name.
+        group: gloo group of the whole world.
+        listing: of :func:`read_listing`, if it was read already.
+        progress: called as this rank gets on.
 
     Raises:
         CheckpointMismatch: if a name, a shape or a type differs, naming it, on all ranks.
         CheckpointError: if a file is damaged, or holds something other than its tensors.
     """
     live = dict(pieces)
-    listing = folder / ".metadata"
-    metadata = on_all_ranks(lambda: read_metadata_safely(listing), group, f"reading {folder}")
+    listing = listing or read_listing(folder, group=group)
     try:
         dcp_load(
             dict(live),
-            storage_reader=SafeReader(folder, metadata),
+            storage_reader=SafeReader(folder, listing),
             planner=PieceLoadPlanner(live, progress),
             process_group=group,
         )

@@ -6,8 +6,8 @@ name of a class becomes a :class:`Name`, an object of it a :class:`Record` that 
 arguments and its state. What they are worth is for the reader to check. Keys of a mapping are
 texts or records (hashed by identity), so nothing walks a nested key.
 
-Cost: about 0.3 us an instruction, 15 us a chunk of a tensor. Memory never exceeds a multiple of
-the file: a length it claims is checked against the bytes that are there.
+Cost: about 0.3 us an instruction. Memory never exceeds a multiple of the file: a length it claims
+is checked against the bytes that are there.
 """
 
 from collections.abc import Callable
