@@ -78,10 +78,14 @@ class ExitSignals:
 
     def _leave(self, number: int) -> None:
         what = self._deadly
-        if what is not None and self._leaving.acquire(blocking=False):
-            name = signal.Signals(number).name
-            os.write(2, f"pretrain: {name} while {what}: leaving, nothing to save\n".encode())
-            os._exit(128 + number)
+        if what is None:
+            return
+        if not self._leaving.acquire(blocking=False):
+            time.sleep(1)  # the other thread is about to end the process
+            return
+        name = signal.Signals(number).name
+        os.write(2, f"pretrain: {name} while {what}: leaving, nothing to save\n".encode())
+        os._exit(128 + number)
 
     def _read(self) -> None:
         assert self._pipe is not None
