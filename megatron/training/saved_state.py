@@ -104,15 +104,25 @@ def _train_state(values: Any) -> TrainState:
     _check_values(values, {key: hints[key] for key in values}, "train_state.")
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", values["run_id"]):
         raise ValueError(f"train_state.run_id is {values['run_id'][:100]!r}, no word")
-    position = values["data"]
-    if position is not None:
-        _check_keys(position, _POSITION, "train_state.data")
-        _check_values(position, _POSITION, "train_state.data.")
-        _check_keys(position["stream"], _STREAM, "train_state.data.stream")
-        _check_values(position["stream"], _STREAM, "train_state.data.stream.")
-        if any(piece[0] >= len(position["corpora"]) for piece in position["pieces"]):
-            raise ValueError("train_state.data.pieces name a corpus that isn't listed")
+    if values["data"] is not None:
+        _check_position(values["data"], values)
+    elif values["iteration"]:
+        raise ValueError("train_state.data is None after a step")
     return TrainState.from_json(values)
+
+
+def _check_position(position: Any, counters: dict[str, Any]) -> None:
+    _check_keys(position, _POSITION, "train_state.data")
+    _check_values(position, _POSITION, "train_state.data.")
+    _check_keys(position["stream"], _STREAM, "train_state.data.stream")
+    _check_values(position["stream"], _STREAM, "train_state.data.stream.")
+    if any(piece[0] >= len(position["corpora"]) for piece in position["pieces"]):
+        raise ValueError("train_state.data.pieces name a corpus that isn't listed")
+    for key in ("consumed_samples", "consumed_tokens"):
+        if position[key] != counters[key]:
+            raise ValueError(
+                f"train_state.{key} is {counters[key]}, train_state.data.{key} {position[key]}"
+            )
 
 
 def _record(document: Any) -> RunRecord:
@@ -161,11 +171,19 @@ def _check_keys(
 
 
 def _check_values(values: dict[str, Any], hints: dict[str, Any], prefix: str) -> None:
-    """Numbers are counters, so none is negative."""
+    """Numbers are counters and shares, so none is negative, wherever it is."""
     for key, hint in hints.items():
-        value = values[key]
-        if not _fits(value, hint) or (hint is int and not 0 <= value <= _LARGEST):
-            raise ValueError(f"{prefix}{key} is {_show(value)}")
+        if not _fits(values[key], hint):
+            raise ValueError(f"{prefix}{key} is {_show(values[key])}")
+        rest = [values[key]]
+        while rest:
+            value = rest.pop()
+            if isinstance(value, dict):
+                rest += value.values()
+            elif isinstance(value, list):
+                rest += value
+            elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
+                raise ValueError(f"{prefix}{key} is or holds {_show(value)}")
 
 
 def _show(value: Any) -> str:

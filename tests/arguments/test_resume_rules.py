@@ -183,3 +183,14 @@ def test_a_schedule_may_go_on_from_a_run_without_one(tmp_path):
         ).problems
         == ()
     )
+
+
+@pytest.mark.parametrize(("before", "now"), [("0", "0.9"), ("0.9", "0")])
+def test_momentum_that_comes_or_goes_needs_fresh_state(before, now):
+    saved = record(f"--optimizer sgd --sgd-momentum {before}")
+    (problem,) = report(saved, record(f"--optimizer sgd --sgd-momentum {now}")).problems
+    assert f"--sgd-momentum was {before}" in problem and "--no-load-optim" in problem
+    assert (
+        report(saved, record(f"--optimizer sgd --sgd-momentum {now} --no-load-optim")).problems
+        == ()
+    )

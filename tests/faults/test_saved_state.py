@@ -59,16 +59,29 @@ def flags(section: str, **values: Any) -> Callable[[dict[str, Any]], object]:
 
 EDITS = {
     "iteration as text": (train(iteration="4"), "train_state.iteration is '4'"),
-    "iteration below zero": (train(iteration=-7), "train_state.iteration is -7"),
+    "iteration below zero": (train(iteration=-7), "train_state.iteration is or holds -7"),
     "a truth": (train(skipped=True), "train_state.skipped is True"),
     "another iteration": (train(iteration=2), "train_state.iteration is 2, in the folder"),
     "another iteration outside": (lambda b: b.update(iteration=2), "iteration is 2, in the folder"),
     "no tokens": (train(consumed_tokens=None), "train_state.consumed_tokens is None"),
     "infinite": (train(optimizer_steps=float("inf")), "train_state.optimizer_steps is inf"),
     "a fraction": (train(consumed_samples=1.5), "train_state.consumed_samples is 1.5"),
-    "too large": (train(consumed_samples=10**30), "train_state.consumed_samples is 1000"),
+    "too large": (train(consumed_samples=10**30), "train_state.consumed_samples is or holds 1000"),
     "no such stage": (train(stage=3), "train_state.stage is 3, of 1 stages"),
     "another position": (train(data={"x": 1}), "'stream' is missing in train_state.data"),
+    "no position after a step": (train(data=None), "train_state.data is None"),
+    "a piece of a negative length": (
+        lambda b: b["train_state"]["data"].update(pieces=[[0, 0, 0, -1, 0]]),
+        "train_state.data is or holds -1",
+    ),
+    "a share that is no number": (
+        lambda b: b["train_state"]["data"]["stream"].update(blend=[["x", float("nan")]]),
+        "train_state.data is or holds nan",
+    ),
+    "other tokens than the position": (
+        train(consumed_tokens=1),
+        "train_state.consumed_tokens is 1, train_state.data.consumed_tokens",
+    ),
     "no position": (train(data=5), "train_state.data is 5"),
     "a path": (train(run_id="../../x; rm"), "train_state.run_id is '../../x; rm'"),
     "unknown key": (train(evil=1), "the key 'evil' in train_state is unknown"),
