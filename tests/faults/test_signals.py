@@ -66,11 +66,12 @@ def test_a_second_signal_kills_and_the_others_name_the_rank(tmp_path: Path) -> N
     job = Job(2, argv, hook=partial(_slow_and_saves_slowly, hook))
     job.wait_for("iteration      3/", seconds=60)
     send(job, 1)
-    time.sleep(0.05)
+    job.wait_for("saving after this step", rank=1)  # two that arrive as one would be the first
     send(job, 1)
     job.processes[1].join(20)
     result = job.result(60)
-    assert result.codes[1] == -signal.SIGTERM, result.text
+    # The system's code, or ours where the main thread stayed outside of Python for too long.
+    assert result.codes[1] in (-signal.SIGTERM, 128 + signal.SIGTERM), result.text
     assert result.codes[0] == 1
     assert "rank 1 no longer answers" in result.errors[0], result.text
     last_word = r"rank 1, last seen (the save of )?iteration \d+, ended by a second SIGTERM"
