@@ -182,7 +182,7 @@ def read_command_line(
             raise ValueError(f"--{name} {getattr(options, name)} must be at least 1")
     for name in ("output", "json"):
         path = getattr(options, name)
-        if path and env.rank == 0:
+        if path:  # on every rank: if one alone left, the others would wait for it
             writable(f"--{name}", path)
     if not words[at + 1 :]:
         raise ValueError("no flags of a training run; write them after --, as for pretrain_gpt.py")

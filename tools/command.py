@@ -62,15 +62,17 @@ def writable(flag: str, path: str) -> None:
     Raises:
         ValueError: if the file can't be written, naming flag and reason.
     """
+    folder, reason = os.path.dirname(os.path.abspath(path)), None
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        existed = os.path.exists(path)
-        with open(path, "ab"):
-            pass
-        if not existed:
-            os.unlink(path)
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{flag} {path} can't be written: {error.strerror or error}") from None
+        reason = error.strerror or f"{error}"
+    if os.path.isdir(path):
+        reason = "Is a directory"
+    elif reason is None and not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        reason = "no permission"
+    if reason:
+        raise ValueError(f"{flag} {path} can't be written: {reason}")
 
 
 def cores() -> int:

@@ -293,13 +293,13 @@ class Checkpointer:
             except CheckpointMismatch:
                 raise  # an earlier checkpoint of the run would not fit either
             except CheckpointError as error:
-                if not options.load_fallback:
-                    raise CheckpointError(
-                        f"{error}. --load-fallback goes on from the checkpoint before it"
-                    ) from None
                 earlier = self._earlier(root, iteration)
                 if earlier is None:
                     raise
+                if not options.load_fallback:
+                    raise CheckpointError(
+                        f"{error}. --load-fallback goes on from the checkpoint before it, {earlier}"
+                    ) from None
                 self._warn(f"{error}; --load-fallback: trying iteration {earlier}")
                 iteration = earlier
 

@@ -78,7 +78,7 @@ def _meter_on_rank(rank: int, world: int) -> list[dict[str, object]]:
     pairs = tuple(int(n) for n in pair_matrix(make_layout("contiguous", 64, 2), bounds).sum(1))
     meter = AttentionMeter()
     kind = ("all_gather", "p2p")[rank]
-    stats = AttentionStats(kind, 3 + rank, pairs[rank], pairs, 1.0, 100 * (rank + 1), 2, 0.5, 4)
+    stats = AttentionStats(kind, 3 + rank, pairs[rank], pairs, 100 * (rank + 1), 2, 0.5, 4)
     meter.add([_Batch(_Plan(stats)), _Batch(_Plan(stats))])  # type: ignore[list-item]
     return [meter.take(2), meter.take(1), {"pairs": pairs}]
 

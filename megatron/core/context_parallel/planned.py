@@ -33,14 +33,18 @@ class AttentionStats:
     """Visible (query, key) pairs of this rank per layer."""
     ring_pairs: tuple[int, ...]
     """The same of every ring rank."""
-    work_balance: float
-    """Largest over mean pairs of the ring ranks; 1 is perfect."""
     bytes_sent: int
     transfers: int
     exposed_wait: float
     """Seconds in which compute waited for communication."""
     calls: int
     """Forward and backward calls so far."""
+
+    @property
+    def work_balance(self) -> float:
+        """Largest over mean pairs of the ring ranks; 1 is perfect."""
+        total = sum(self.ring_pairs)
+        return max(self.ring_pairs) * len(self.ring_pairs) / total if total else 1.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,13 +85,11 @@ class PlannedAttention:
     def stats(self) -> AttentionStats:
         """Counts of this rank; reading the exposed wait synchronises on CUDA."""
         batch, _ = self.compiled(max(self._batches, default=len(self.packings)))
-        mean = sum(batch.pairs) / len(batch.pairs)
         return AttentionStats(
             communication=self.communication,
             tasks=batch.tasks,
             pairs=batch.pairs[self.ring.rank],
             ring_pairs=batch.pairs,
-            work_balance=max(batch.pairs) / mean if mean else 1.0,
             bytes_sent=self.comm.bytes_sent,
             transfers=self.comm.transfers,
             exposed_wait=self.comm.exposed_wait(),

@@ -5,7 +5,6 @@ from megatron.core.dist_checkpointing.checkpoint_io import (
     read_listing,
     read_pieces,
     read_state,
-    stored_tensors,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "read_listing",
     "read_pieces",
     "read_state",
-    "stored_tensors",
     "verify_checkpoint",
     "write_checkpoint",
 ]

@@ -10,7 +10,6 @@ for its checksum (unless told not to), then each rank reads what overlaps its pi
 """
 
 import json
-import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,7 +108,7 @@ def write_checkpoint(
         )
     except CheckpointError:
         if dist.get_rank(group) == 0:
-            shutil.rmtree(saving, ignore_errors=True)
+            directory.remove_tree(saving)
         raise
     return directory.iteration_folder(root, iteration)
 
@@ -180,12 +179,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no mapping")
     return state
-
-
-def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a checkpoint; needs no process group."""
-    listing = read_metadata_safely(folder / LISTING).state_dict_metadata
-    return {name: tuple(getattr(entry, "size", ())) for name, entry in listing.items()}
 
 
 def verify_checkpoint(

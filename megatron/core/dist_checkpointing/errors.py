@@ -1,4 +1,4 @@
-"""The one error of this room, and how a rank's failure reaches all ranks."""
+"""The errors of this room, and how a rank's failure reaches all ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
