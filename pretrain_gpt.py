@@ -8,10 +8,10 @@ This file says what is trained on what; how is in ``megatron.training``. Heavy p
 imported inside the providers, after the command line was checked and signal handlers stand.
 """
 
-import sys
 from typing import Any
 
 from megatron.training import pretrain
+from megatron.training.leave import leave
 from megatron.training.signals import ExitSignals
 
 
@@ -66,4 +66,4 @@ def loss_provider(loss_tokens: int) -> float:
 
 if __name__ == "__main__":
     handler = ExitSignals().install()
-    sys.exit(pretrain(model_provider, data_provider, loss_provider, signals=handler))
+    leave(pretrain(model_provider, data_provider, loss_provider, signals=handler))

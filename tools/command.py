@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron.core.datasets.preprocessing.records import WorkerDied
+from megatron.training.leave import leave
 
 
 class Ended(BaseException):
@@ -104,7 +105,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     except (ValueError, OSError, WorkerDied) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
-    sys.exit(code)
+    leave(code)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

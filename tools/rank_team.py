@@ -56,6 +56,8 @@ def _work(pipe: Any, module: str, rank: int, ranks: int, threads: int, store: st
     import torch
     import torch.distributed as dist
 
+    from megatron.training.leave import leave
+
     torch.set_num_threads(threads)
     if ranks > 1:
         dist.init_process_group(
@@ -75,3 +77,4 @@ def _work(pipe: Any, module: str, rank: int, ranks: int, threads: int, store: st
             pipe.send((False, traceback.format_exc()))
     if ranks > 1:
         dist.destroy_process_group()
+    leave(0)
