@@ -167,8 +167,8 @@ def _problem(root: Path, options: CheckpointConfig) -> str | None:
     if starts_fresh_when_empty(options):
         return None
     return (
-        f"--load {root} holds no whole checkpoint{why}; check the folder, leave --load out to start "
-        "fresh, or give the same folder as --save to go on from what this run saves"
+        f"--load {root} holds no whole checkpoint{why}; check the folder, leave --load out to "
+        "start fresh, or give the same folder as --save to go on from what this run saves"
     )
 
 
