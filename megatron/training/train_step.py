@@ -82,7 +82,7 @@ def prepare(
     checked = training and due(trainer.config.parallel.cp_check_interval, iteration)
     return [
         prepare_batch(
-            batch.to(trainer.device),
+            batch.to(trainer.device, non_blocking=True),
             trainer.config.model,
             ring_group=parallel.ring_group,
             ulysses_group=parallel.ulysses_group,

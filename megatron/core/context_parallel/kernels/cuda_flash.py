@@ -31,6 +31,7 @@ from megatron.core.context_parallel.kernels.base import (
     Upstream,
 )
 from megatron.core.context_parallel.merge import merge_
+from megatron.core.context_parallel.placing import on_device
 from megatron.core.context_parallel.prefix import band_pairs
 
 
@@ -188,13 +189,13 @@ def _varlen_call(
 def _cumulative(lengths: IntArray, device: torch.device) -> Tensor:
     """int32 [tasks + 1] on the device."""
     ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return torch.from_numpy(ends).to(device)
+    return on_device(ends, device)
 
 
 def _slice_or_index(rows: IntArray, device: torch.device) -> slice | Tensor:
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
+    return on_device(rows, device)
 
 
 def _pick(call: VarlenCall, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
