@@ -206,15 +206,22 @@ def _pick(call: VarlenCall, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _add(total: GradSum, rows: slice | Tensor, values: Tensor) -> None:
     """Add packed gradients to their rows; key rows may occur several times."""
     if isinstance(rows, slice):
-        total.total()[rows].add_(values)
+        if total.tensor is None and rows == slice(0, total.shape[0]):
+            total.tensor = values.to(total.dtype)  # all rows at once: adopted
+        else:
+            total.total()[rows].add_(values)
     else:
         total.total().index_add_(0, rows, values.to(total.dtype))
 
 
 def _fold(state: Softmax, call: VarlenCall, out: Tensor, lse: Tensor) -> None:
     """Merge packed results into the running softmax."""
-    all_out, all_lse = state.tensors()
     out, lse = out.to(state.dtype), lse.to(state.dtype)
+    whole = isinstance(call.q_rows, slice) and call.q_rows == slice(0, state.rows)
+    if state.out is None and whole:
+        state.out, state.lse = out, lse  # all rows at once: adopted
+        return
+    all_out, all_lse = state.tensors()
     if not call.fresh:
         old_out, old_lse = all_out[call.q_rows], all_lse[call.q_rows]  # copies if indexed
         merge_(old_out, old_lse, out, lse)
