@@ -1,8 +1,10 @@
 """From a launch environment to a world of ranks, with errors that say who could not meet whom."""
 
+import contextlib
 import datetime
 import logging
 import os
+import resource
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from megatron.core.config import RunConfig
 from megatron.training.launch_env import LaunchEnvironment
 
 logger = logging.getLogger("megatron")
+
+OPEN_FILES = 1 << 16
+"""Enough for the groups of 10,000 ranks."""
 
 
 class RendezvousError(RuntimeError):
@@ -66,6 +71,19 @@ def leave_groups(*, failed: bool) -> None:
     dist.destroy_process_group()
 
 
+def raise_file_limit() -> None:
+    """Let the process open as many files as it may, up to ``OPEN_FILES``.
+
+    gloo opens a connection to each other rank in each group, beside NCCL too: with some 250 ranks
+    the groups of the whole world pass the usual limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # what is missing shows when groups are made
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def set_threads(env: LaunchEnvironment) -> None:
     """On a CPU, share the cores between the ranks of a node unless OMP_NUM_THREADS is set.
 
@@ -88,6 +106,7 @@ def initialize_distributed(env: LaunchEnvironment, config: RunConfig) -> torch.d
         logger.info("--distributed-backend gloo moves no GPU tensors: this run is on the CPU")
     device = torch.device("cpu") if backend == "gloo" else pick_device(env)
     set_threads(env)
+    raise_file_limit()
     if backend is None:
         # gloo beside NCCL: checkpoints and small agreements are made on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from megatron.core.config import RunConfig
 from megatron.training import initialize
 from megatron.training.initialize import (
+    OPEN_FILES,
     RendezvousError,
     initialize_distributed,
     leave_groups,
     pick_device,
+    raise_file_limit,
     set_determinism,
 )
 from megatron.training.launch_env import LaunchEnvironment
@@ -83,6 +86,26 @@ def test_a_gpu_compares_bits_in_deterministic_mode_alone(monkeypatch: pytest.Mon
     chosen = config("training", rerun_check_interval=5, deterministic_mode=True)
     set_determinism(chosen, GPU)
     assert asked == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, 4096),
+        (1024, resource.RLIM_INFINITY, OPEN_FILES),
+        (1024, 1024, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (1 << 20, 1 << 20, None),
+    ],
+)
+def test_files_for_the_connections_of_many_ranks(
+    soft: int, hard: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    raise_file_limit()
+    assert given == ([] if wanted is None else [(wanted, hard)])
 
 
 @pytest.mark.parametrize(
