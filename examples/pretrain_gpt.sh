@@ -48,7 +48,8 @@ OUTPUT_FLAGS=(
 )
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# One queue to the GPU is for tensor parallelism; FSDP2 wants several (see slurm/pretrain.sbatch).
+[ "$TP" -gt 1 ] && export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 PROGRAM=(pretrain_gpt.py)
 if [ "${MODE:-}" = layouts ]; then

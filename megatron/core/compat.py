@@ -4,6 +4,7 @@ Torch is pinned to one minor version (``setup.py``); when the pin moves, this fi
 be read again. Each function says what it reaches for and why no public call does it.
 """
 
+import datetime
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,16 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Time limit of the operations of ``group`` from here on.
+
+    ``init_device_mesh`` takes none and gives its groups torch's default.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:

@@ -48,13 +48,24 @@ class PackedBatch:
     row_hashes: list[int] = dataclasses.field(default_factory=list)
     """63-bit hash of what fills each whole row; equal on all ranks that share the row."""
 
+    moved_from: Any = None
+    """The ``PackedBatch`` on the CPU that ``to`` copied to a device, or None."""
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedBatch":
         """A copy with the four [B, s] tensors on ``device``; ``cu_seqlens`` stay on the CPU."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=non_blocking)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
-        return dataclasses.replace(self, **moved)
+        leaves_cpu = self.tokens.is_cpu and torch.device(device).type != "cpu"
+        return dataclasses.replace(
+            self, **moved, moved_from=self if leaves_cpu else self.moved_from
+        )
+
+    @property
+    def on_host(self) -> "PackedBatch":
+        """The same on the CPU where it came from there: a look at it waits for no device."""
+        return self if self.moved_from is None else self.moved_from
 
     @property
     def num_loss_tokens(self) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.core.compat import group_device, is_fake
+from megatron.core.compat import group_device, is_fake, set_group_timeout
 from megatron.core.rank_grid import RankGrid, build_grid
 
 Split = tuple[int, int]
@@ -101,6 +101,10 @@ class ParallelState:
         world = dist.group.WORLD
         assert world is not None
         self.world_group: dist.ProcessGroup = world
+        if self._timeout is not None and not is_fake():
+            for group in (self.tp_group, self.pp_group, self.dpcp_group):
+                if group is not world:
+                    set_group_timeout(group, self._timeout)
         self.tp_size, self.pp_size, self.dpcp_size = grid.tp, grid.pp, grid.dpcp
         self.tp_rank = grid.axis_rank("tp", self.rank)
         self.pp_rank = grid.axis_rank("pp", self.rank)
@@ -154,7 +158,7 @@ class ParallelState:
         self._mine = mine
 
     def set_split(self, ulysses: int, ring: int) -> None:
-        """Switch the ulysses, ring, cp and dp groups to those of another split.
+        """Switch the ulysses, ring, cp and dp groups to those of another split. Collective.
 
         Raises:
             ValueError: for a split whose groups were not created at start.
@@ -173,6 +177,8 @@ class ParallelState:
 
         self.ulysses_group, self.ring_group = group("ulysses"), group("ring")
         self.cp_group, self.dp_group = group("cp"), group("dp")
+        if grid.ring > 1:
+            make_communicator(self.ring_group)
         self.ulysses_size, self.ring_size = grid.ulysses, grid.ring
         self.cp_size, self.dp_size = grid.cp, grid.dp
         self.ulysses_rank = grid.axis_rank("ulysses", self.rank)
@@ -205,6 +211,18 @@ class ParallelState:
                 )
             )
         return "\n".join(lines)
+
+
+def make_communicator(group: dist.ProcessGroup) -> None:
+    """Let NCCL make the communicator of ``group`` now; nothing on other backends. Collective.
+
+    It is made at the first operation, and all ranks of the group must take part. A batch of sends
+    and receives may involve some only: the first hop of a ring over packed documents would wait
+    for ever for ranks that neither send nor receive in it.
+    """
+    device = group_device(group)
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def assert_same_over_ranks(

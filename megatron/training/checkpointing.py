@@ -78,6 +78,9 @@ def optimizer_tensors(
 
 def set_optimizer_step(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Set Adam's step count (the same for every parameter)."""
+    for group in optimizer.param_groups:
+        if "bias_correction" in group:  # FusedAdam of apex and Transformer Engine counts here
+            group["step"] = steps
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(float(steps))

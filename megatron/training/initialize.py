@@ -1,13 +1,22 @@
 """From a launch environment to a world of ranks, with errors that say who could not meet whom."""
 
+import contextlib
 import datetime
+import logging
 import os
+import resource
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.compat import group_device
 from megatron.core.config import RunConfig
 from megatron.training.launch_env import LaunchEnvironment
+
+logger = logging.getLogger("megatron")
+
+OPEN_FILES = 1 << 16
+"""Enough for the groups of 10,000 ranks."""
 
 
 class RendezvousError(RuntimeError):
@@ -34,6 +43,47 @@ def pick_device(env: LaunchEnvironment) -> torch.device:
     return torch.device("cuda", index)
 
 
+def set_determinism(config: RunConfig, device: torch.device) -> None:
+    """Make torch deterministic if the flags say so.
+
+    Raises:
+        ValueError: where a step is to be compared with itself, but wouldn't give the same bits.
+    """
+    training = config.training
+    if training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    elif training.rerun_check_interval > 0 and device.type == "cuda":
+        raise ValueError(
+            f"--rerun-check-interval {training.rerun_check_interval} compares bits, but on a GPU "
+            "the backward pass of attention adds up in no fixed order; add --deterministic-mode"
+        )
+
+
+def leave_groups(*, failed: bool) -> None:
+    """Take the process groups apart at the end of a run.
+
+    Not NCCL's after a failure: that waits for operations which a rank that is gone never
+    finishes. They go with the process.
+    """
+    if not dist.is_initialized() or (failed and group_device().type == "cuda"):
+        return
+    dist.destroy_process_group()
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as it may, up to ``OPEN_FILES``.
+
+    gloo opens a connection to each other rank in each group, beside NCCL too: with some 250 ranks
+    the groups of the whole world pass the usual limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # what is missing shows when groups are made
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def set_threads(env: LaunchEnvironment) -> None:
     """On a CPU, share the cores between the ranks of a node unless OMP_NUM_THREADS is set.
 
@@ -51,9 +101,12 @@ def initialize_distributed(env: LaunchEnvironment, config: RunConfig) -> torch.d
         RendezvousError: with host, port, rank and world size, if the ranks don't meet within
             ``--distributed-timeout-minutes``.
     """
-    device = pick_device(env)
-    set_threads(env)
     backend = config.parallel.distributed_backend
+    if backend == "gloo" and torch.cuda.is_available():
+        logger.info("--distributed-backend gloo moves no GPU tensors: this run is on the CPU")
+    device = torch.device("cpu") if backend == "gloo" else pick_device(env)
+    set_threads(env)
+    raise_file_limit()
     if backend is None:
         # gloo beside NCCL: checkpoints and small agreements are made on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -10,7 +10,6 @@ which name it.
 import contextlib
 import faulthandler
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -104,7 +103,7 @@ def _run(
 
     from megatron.core.parallel_state import destroy_model_parallel
     from megatron.training.build import open_tokenizer
-    from megatron.training.initialize import RendezvousError, initialize_distributed
+    from megatron.training.initialize import RendezvousError, initialize_distributed, leave_groups
 
     logging.basicConfig(
         level=logging.INFO if env.rank == 0 else logging.WARNING, format="%(message)s"
@@ -123,18 +122,19 @@ def _run(
     except RendezvousError as error:
         print(f"pretrain: {error}", file=sys.stderr, flush=True)
         return 1
+    failed = True
     try:
         code = _train(resolved, signals, started, tokenizer, device, watchdog, providers)
         watchdog.leaving()
         dist.all_reduce(torch.zeros(1))
+        failed = False
         return code
     except Exception as error:
         return watchdog.conclude(error, USER_ERROR if isinstance(error, ValueError) else 1)
     finally:
         watchdog.close()
         destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_groups(failed=failed)
 
 
 def _watchdog(env: LaunchEnvironment, timeout_s: float, signals: ExitSignals | None) -> "Watchdog":
@@ -155,15 +155,12 @@ def _train(
     watchdog: "Watchdog",
     providers: "tuple[ModelProvider, DataProvider, LossProvider]",
 ) -> int:
-    import torch
-
     from megatron.training.build import build_trainer
+    from megatron.training.initialize import set_determinism
     from megatron.training.loop import TrainingLoop
 
     model_provider, data_provider, loss_provider = providers
-    if resolved.config.training.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    set_determinism(resolved.config, device)
     trainer = build_trainer(
         resolved,
         tokenizer,

@@ -4,6 +4,7 @@ Rank 0 alone writes. A record carries plain numbers; the log line is made from t
 the two can't disagree.
 """
 
+import re
 import sys
 import time
 from typing import Any
@@ -18,11 +19,13 @@ KNOWN_PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
     "H800": 989.0,
     "H200": 989.0,
     "GH200": 989.0,
     "B200": 2250.0,
+    "GB200": 2500.0,
     "L40S": 362.0,
     "A40": 149.7,
     "A10": 125.0,
@@ -37,8 +40,9 @@ def peak_tflops(given: float | None, device_name: str | None) -> float | None:
         return given
     if device_name is None:
         return None
+    words = re.split(r"[^A-Za-z0-9]+", device_name)  # "A40" is not in "RTX A4000"
     for name in sorted(KNOWN_PEAK_TFLOPS, key=len, reverse=True):
-        if all(part in device_name for part in name.split()):
+        if all(part in words for part in name.split()):
             return KNOWN_PEAK_TFLOPS[name]
     return None
 

@@ -17,7 +17,7 @@ from megatron.core.context_parallel.integrity import check_same_batch
 from megatron.core.distributed import clip_gradients, finalize_gradients, gradient_norm
 from megatron.core.models.gpt.flops import visible_pairs
 from megatron.core.models.gpt.prepare import prepare_batch
-from megatron.core.optimizer import set_learning_rate
+from megatron.core.optimizer import clear_gradients, set_learning_rate
 from megatron.core.packed_batch import PackedBatch
 from megatron.core.parallel_state import assert_same_over_ranks
 from megatron.core.tensor_parallel import DropoutKey
@@ -82,7 +82,7 @@ def prepare(
     checked = training and due(trainer.config.parallel.cp_check_interval, iteration)
     return [
         prepare_batch(
-            batch.to(trainer.device),
+            batch.to(trainer.device, non_blocking=True),
             trainer.config.model,
             ring_group=parallel.ring_group,
             ulysses_group=parallel.ulysses_group,
@@ -133,7 +133,7 @@ def forward_backward(
     trainer: Trainer, batches: Sequence[PackedBatch], loss_tokens: int
 ) -> tuple[float, float]:
     """Gradients of the mean loss into the parameters; returns (mean loss, gradient norm)."""
-    trainer.optimizer.zero_grad(set_to_none=True)
+    clear_gradients(trainer.optimizer)
     scale = trainer.loss_provider(loss_tokens)
     keys = dropout_keys(trainer, len(batches))
     loss = summed_loss(trainer, trainer.runner.run(batches, scale, keys)) * scale
@@ -189,5 +189,5 @@ def train_step(trainer: Trainer, batches: Sequence[PackedBatch]) -> StepResult:
         clip_gradients(trainer.parameters, norm, trainer.config.optimizer.clip_grad)
         set_learning_rate(trainer.optimizer, rate)
         trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
+    clear_gradients(trainer.optimizer)
     return StepResult(loss, loss_tokens, norm, rate, pairs, applied)

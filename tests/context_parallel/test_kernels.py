@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.calls import make_calls
-from megatron.core.context_parallel.kernels import cpu_flash
+from megatron.core.context_parallel.kernels import cpu_flash, cudnn
 from megatron.core.context_parallel.kernels.base import BlockKernel, Dropout, Upstream
 from megatron.core.context_parallel.kernels.cpu_flash import CpuFlashKernel
 from megatron.core.context_parallel.kernels.cuda_flash import (
@@ -351,6 +352,62 @@ def test_cuda_adapters_match_their_libraries_signatures() -> None:
         up = TileUpstream(out, out, lse, lse)
         dq, dk, dv = kernel.tile_backward(up, q4, k4, k4, tile)
         assert dq.shape == q4.shape and dk.shape == dv.shape == k4.shape
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+def test_cudnn_gets_the_lse_in_the_form_it_gives(
+    dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, ...]] = []
+
+    def forward(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        lse = q.new_zeros(*q.shape[:3], 1, dtype=torch.float32)
+        return torch.zeros_like(q), lse if dims == 4 else lse.squeeze(-1)
+
+    def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given.append(tuple(args[5].shape))
+        return args[1], args[2], args[3]
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    cudnn._lse_dims.cache_clear()
+    q = torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16)
+    tile, kernel = TileCall(Band(8, 8, 0, 7), 0.1, MaskCache(), None), CudnnKernel()
+    out, lse = kernel.tile_forward(q, q, q, tile)
+    assert lse.shape == (2, 4, 8)
+    kernel.tile_backward(TileUpstream(out, out, lse, lse), q, q, q, tile)
+    cudnn._lse_dims.cache_clear()
+    assert given == [(2, 4, 8, 1)[:dims]]
+
+
+def test_one_call_over_all_rows_is_adopted_not_copied() -> None:
+    """A dense row on a GPU: no pass over zeros for the output and each gradient."""
+    made: list[Tensor] = []
+
+    def noted(*given: Any) -> tuple[Tensor, ...]:
+        results = (stand_in_forward if len(given) == 5 else stand_in_backward)(*given)
+        made.extend(results)
+        return results
+
+    kernel = CudaFlashKernel(noted, noted)  # type: ignore[arg-type]
+    q, k, v, grad = (torch.randn(6, 2, 8, dtype=torch.float64) for _ in range(4))
+    causal = np.array([(0, 6, 0, 6, 0, FAR)])
+    out, lse = kernel.attend(q, k, v, causal, scale=0.3)
+    up = Upstream(grad, out, lse, row_delta(grad, out))
+    grads = kernel.attend_backward(up, q, k, v, causal, scale=0.3)
+    assert [x.data_ptr() for x in made] == [x.data_ptr() for x in (out, lse, *grads)]
+
+
+def test_old_gpus_have_no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, auto in (((7, 0), ReferenceKernel), ((8, 0), CudaFlashKernel)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
+        kernel = select_kernel("auto", **given, head_dim=64, dropout_p=0.0)
+        assert type(kernel) is auto
+        if auto is ReferenceKernel:
+            with pytest.raises(ValueError, match=r"capability 8.0 \(Ampere\) or more, not 7.0"):
+                select_kernel("flash", **given, head_dim=64, dropout_p=0.0)
 
 
 def test_selection() -> None:

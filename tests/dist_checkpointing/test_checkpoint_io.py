@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -301,6 +302,25 @@ def background(rank: int, world: int, root: str) -> None:
 
 def test_background_save_is_a_snapshot_beside_training(tmp_path: Path) -> None:
     run_ranks(2, background, str(tmp_path))
+
+
+def test_the_background_thread_works_on_its_ranks_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = CheckpointSaver(tmp_path, group=None, background=True)  # type: ignore[arg-type]
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(saver, "own", lambda: None)
+    monkeypatch.setattr(saver, "_write", lambda *args: chosen.append(("written", args[0])))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if in_main_thread() else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(("gpu", device)))
+    saver.save(7, {}, {})
+    saver.wait()
+    assert chosen == [("gpu", 3), ("written", 7)]
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def choose(rank: int, world: int, root: str) -> None:

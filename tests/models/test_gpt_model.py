@@ -1,5 +1,6 @@
 """The model beyond its arithmetic: stages, initial values, positions, theta, documents, errors."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -225,6 +226,35 @@ def test_a_plan_serves_every_layer_and_both_ways() -> None:
 def _refuse(match: str, batch: PackedBatch | None = None, **changes: Any) -> None:
     with pytest.raises(ValueError, match=match):
         GPTModel(small_config(**changes))(None, batch or whole_batch(DOCUMENTS))
+
+
+def test_a_batch_from_the_cpu_is_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Range checks and the search for ignored labels would wait for the device otherwise."""
+    batch = whole_batch(DOCUMENTS)
+    far = batch.to("meta")
+    assert far.moved_from is batch and far.to("meta").on_host is batch
+    assert batch.to("cpu").on_host.moved_from is None
+    model = GPTModel(small_config(**gpt2_fields()))
+    loss = model(None, batch)
+
+    to_cpu = torch.Tensor.cpu
+
+    def waits(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is batch.labels:
+            raise AssertionError("waited for the device")
+        return to_cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", waits)
+    with pytest.raises(AssertionError, match="waited for the device"):
+        model(None, batch)
+    host = dataclasses.replace(batch, labels=batch.labels.clone())
+    assert torch.equal(model(None, dataclasses.replace(batch, moved_from=host)), loss)
+    for name, error in (
+        ("tokens", "token id"), ("labels", "label"), ("position_ids", "has position")
+    ):  # fmt: skip
+        wrong = dataclasses.replace(batch, **{name: getattr(batch, name) + 1000})
+        with pytest.raises(ValueError, match=error):
+            model(None, dataclasses.replace(batch, moved_from=wrong))
 
 
 def test_errors() -> None:

@@ -7,9 +7,16 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.config import OptimizerConfig
-from megatron.core.optimizer import build_optimizer, parameter_groups, set_learning_rate
+from megatron.core.optimizer import (
+    build_optimizer,
+    clear_gradients,
+    parameter_groups,
+    set_learning_rate,
+)
+from megatron.training.checkpointing import set_optimizer_step
 
 
 class Model(nn.Module):
@@ -133,3 +140,55 @@ def test_adapters_refuse_parameters_their_kernels_cannot_take(impl, name, monkey
     monkeypatch.setattr(f"{adapter}.probe", lambda: types.ModuleType(name))
     with pytest.raises(ValueError, match=f"--optimizer-impl {impl} works on plain CUDA parameters"):
         build_optimizer(_config(impl), Model(torch.float32).named_parameters())
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """What the Python side of apex's and Transformer Engine's class of this name does."""
+
+    def __init__(self, params, lr, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": 0.0})
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        "exp_avg": torch.zeros_like(parameter).float(),
+                        "exp_avg_sq": torch.zeros_like(parameter).float(),
+                    }
+
+
+def _fused(monkeypatch, dtype=torch.float32):
+    """The adapter over the stand-in, on a parameter of a GPU that isn't there."""
+    module = types.SimpleNamespace(FusedAdam=FusedAdam)
+    monkeypatch.setattr("megatron.core.optimizer.apex_adapter.probe", lambda: module)
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype, device="cuda"))
+        weight.grad = torch.zeros_like(weight)
+    return weight, build_optimizer(_config("apex"), [("weight", weight)])
+
+
+def test_fused_optimizers_clear_gradients_and_keep_their_count_over_a_resume(monkeypatch):
+    weight, optimizer = _fused(monkeypatch)
+    for _ in range(3):
+        optimizer.step()
+    clear_gradients(optimizer)
+    assert weight.grad is None
+    resumed = _fused(monkeypatch)[1]
+    set_optimizer_step(resumed, 3)
+    for each in (optimizer, resumed):
+        each.step()
+        assert [group["step"] for group in each.param_groups] == [4]
+
+
+def test_fused_optimizers_refuse_weights_whose_state_they_would_misread(monkeypatch):
+    with pytest.raises(ValueError, match="with --params-dtype float32 alone"):
+        _fused(monkeypatch, torch.bfloat16)

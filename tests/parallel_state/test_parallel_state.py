@@ -1,5 +1,6 @@
 """Groups on real ranks and on a fake world of 16,384."""
 
+import datetime
 import subprocess
 import sys
 
@@ -198,3 +199,32 @@ assert time.process_time() - start < 5.0
 
 def test_fake_world_of_16384_ranks():
     subprocess.run([sys.executable, "-c", FAKE], check=True, timeout=120)
+
+
+def _nccl_rules(rank, world):
+    """What matters with NCCL alone; the GPU's tensors are made on the meta device."""
+    limit = datetime.timedelta(seconds=1234)
+    state = ParallelState(tensor_model_parallel_size=2, splits=[(2, 1), (1, 2)], timeout=limit)
+    for group in (state.tp_group, state.pp_group, state.dpcp_group, state.ring_group):
+        if dist.get_world_size(group) > 1:  # a group of one waits for nobody
+            assert group._get_backend(torch.device("cpu")).options._timeout == limit
+    zeros, reduced = torch.zeros, []
+
+    def note(tensor, group):
+        reduced.append((tensor.device.type, dist.get_process_group_ranks(group)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", note)
+        state.set_split(1, 2)
+        assert not reduced  # gloo needs nothing
+        patch.setattr(ps, "group_device", lambda group: torch.device("cuda", 0))
+        patch.setattr(torch, "zeros", lambda size, device: zeros(size, device="meta"))
+        state.set_split(2, 1)
+        assert not reduced  # no ring
+        state.set_split(1, 2)
+    ring = state.grid.group_of("ring", rank)
+    assert len(ring) == 2 and reduced == [("meta", ring)]
+
+
+def test_rings_get_their_communicators_and_mesh_groups_the_time_limit():
+    run_ranks(4, _nccl_rules)

@@ -47,7 +47,9 @@ class ParallelConfig:
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     distributed_backend: str | None = flag(
-        None, "Default: nccl with GPUs, gloo without.", choices=("nccl", "gloo")
+        None,
+        "Default: nccl with GPUs, gloo without. With gloo a run is on the CPU.",
+        choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: float = flag(
         10.0,

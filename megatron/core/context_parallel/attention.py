@@ -37,7 +37,8 @@ def context_parallel_attention(
             sequence.
         k, v: [batch, s_local, kv_heads, head_dim]; kv_heads divides heads.
         layout: from ``make_layout``, of the groups' sizes.
-        ring_group, ulysses_group: process groups, or None for one rank.
+        ring_group, ulysses_group: process groups, or None for one rank. An NCCL ``ring_group``
+            must have its communicator, see :func:`prepare_attention`.
         cu_seqlens: int32 [documents + 1] over the global sequence, or a list, one per batch row;
             documents do not see each other. None: one document.
         causal: False for attention in both directions inside each document.

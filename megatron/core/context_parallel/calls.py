@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.documents import IntArray
+from megatron.core.context_parallel.placing import on_device
 from megatron.core.context_parallel.prefix import band_pairs
 from megatron.core.context_parallel.tasks import Task, split_band
 
@@ -65,7 +66,7 @@ class Rows:
         """The same with the index on ``device``."""
         if self.index is None:
             return self
-        return dataclasses.replace(self, index=self.index.to(device))
+        return dataclasses.replace(self, index=on_device(self.index, device))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Call:
 
     def to(self, device: torch.device) -> "Call":
         """The same with its index tensors on ``device``."""
-        keep = None if self.q_keep is None else self.q_keep.to(device)
+        keep = None if self.q_keep is None else on_device(self.q_keep, device)
         return dataclasses.replace(self, q=self.q.to(device), k=self.k.to(device), q_keep=keep)
 
 

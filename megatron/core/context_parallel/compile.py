@@ -16,6 +16,7 @@ from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.exchange import AHEAD, ExchangePlan, StagePlan
 from megatron.core.context_parallel.kernels.base import BlockKernel
 from megatron.core.context_parallel.layout import Layout
+from megatron.core.context_parallel.placing import on_device
 from megatron.core.context_parallel.ring import RingPlan
 from megatron.core.context_parallel.rows import (
     NO_TASKS,
@@ -133,7 +134,7 @@ class Compiler:
         positions = self.layout.ring_positions(source).numpy()
         batch, row = np.divmod(rows, self.layout.ring_length)
         ids = batch * self.layout.seq_length + positions[row]
-        return torch.from_numpy(ids).to(self.device)
+        return on_device(ids, self.device)
 
 
 def _nothing_visited(tasks: RowTasks) -> Any:

@@ -119,7 +119,9 @@ def prepare_attention(
         cu_seqlens: document boundaries over the global row; a list with one packing per batch row;
             or None for one document per row.
         num_heads, num_kv_heads, head_dim: local heads of the tensor-parallel rank, and D.
-        ring_group, ulysses_group: groups of the layout's sizes, or None for size one.
+        ring_group, ulysses_group: groups of the layout's sizes, or None for size one. An NCCL
+            ``ring_group`` must have its communicator (``parallel_state.make_communicator``): a hop
+            may have messages for some of its ranks only.
         causal, window: keys j with j <= i, and with i - j < window; False: both directions.
         scale: of the scores, above 0; default 1 / sqrt(D).
         cp_comm_type, backend: as the flags --cp-comm-type and --attention-backend.

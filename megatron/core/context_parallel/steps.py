@@ -18,6 +18,7 @@ from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.integrity import Audit
 from megatron.core.context_parallel.kernels.base import GradSum
 from megatron.core.context_parallel.merge import accumulation_dtype
+from megatron.core.context_parallel.placing import on_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class RowIndex:
         run = None
         if count and int(rows[-1] - rows[0]) == count - 1 and (rows[1:] == rows[:-1] + 1).all():
             run = slice(int(rows[0]), int(rows[0]) + count)
-        return cls(count, run, torch.from_numpy(rows).to(device))
+        return cls(count, run, on_device(rows, device))
 
     def pack(self, k: Tensor, v: Tensor, into: Tensor) -> None:
         """Copy the rows of k and v [rows, kv_heads, D] into [n, 2, kv_heads, D]."""

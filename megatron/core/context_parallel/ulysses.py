@@ -23,11 +23,13 @@ bound on U is the number of query heads.
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.channel import Channel
 from megatron.core.context_parallel.integrity import Audit
+from megatron.core.context_parallel.placing import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +238,14 @@ def expand_kv(x: Tensor, expansion: Sequence[int] | None) -> Tensor:
     """One KV head per query head: x [rows, kv_heads, D] -> [rows, heads, D]."""
     if expansion is None:
         return x
-    return x.index_select(1, torch.tensor(expansion, device=x.device))
+    return x.index_select(1, on_device(np.array(expansion), x.device))
 
 
 def reduce_kv(grad: Tensor, expansion: Sequence[int] | None, kv_heads: int) -> Tensor:
     """The transpose of ``expand_kv``: sum the gradients of one KV head."""
     if expansion is None:
         return grad
-    index = torch.tensor(expansion, device=grad.device)
+    index = on_device(np.array(expansion), grad.device)
     total = grad.new_zeros(grad.shape[0], kv_heads, *grad.shape[2:])
     return total.index_add_(1, index, grad)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import owner
@@ -80,9 +81,10 @@ class CheckpointSaver:
             self._write(iteration, pieces, state)
             return
         self._snapshot = self._copied(pieces)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = threading.Thread(
             target=self._write_quietly,
-            args=(iteration, self._snapshot, dict(state)),
+            args=(iteration, self._snapshot, dict(state), device),
             name=f"the save of iteration {iteration} in the background",
             daemon=True,
         )
@@ -108,9 +110,17 @@ class CheckpointSaver:
         )
 
     def _write_quietly(
-        self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]
+        self,
+        iteration: int,
+        pieces: Mapping[str, Piece],
+        state: Mapping[str, Any],
+        device: int | None,
     ) -> None:
         try:
+            if device is not None:
+                # A thread starts on GPU 0, and torch's writer asks for its stream: every rank of a
+                # node would keep a CUDA context there.
+                torch.cuda.set_device(device)
             self._write(iteration, pieces, state)
         except CheckpointError as error:
             self._error = error

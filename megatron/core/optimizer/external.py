@@ -14,15 +14,17 @@ def build_fused(
     """``FusedAdam`` (decoupled weight decay) or ``FusedSGD`` of ``module`` over ``groups``.
 
     Raises:
-        ValueError: when a parameter is not a plain CUDA tensor, which is all their kernels take.
+        ValueError: when a parameter is not a plain fp32 CUDA tensor: their kernels take no other
+            kind, and with bf16 weights read optimizer state as fp32, whatever it is.
     """
     for group in groups:
         for parameter in group["params"]:
-            if isinstance(parameter, DTensor) or parameter.device.type != "cuda":
+            plain = not isinstance(parameter, DTensor) and parameter.dtype == torch.float32
+            if not plain or parameter.device.type != "cuda":
                 raise ValueError(
                     f"--optimizer-impl {config.optimizer_impl} works on plain CUDA parameters, "
-                    "without tensor parallelism, sharding over data or context ranks, or --bf16; "
-                    "use --optimizer-impl torch"
+                    "without tensor parallelism, sharding over data or context ranks, or --bf16, "
+                    "and with --params-dtype float32 alone; use --optimizer-impl torch"
                 )
     built: torch.optim.Optimizer
     if config.optimizer == "adam":

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.packed_batch import PackedBatch
+from megatron.core.parallel_state import make_communicator
 from megatron.core.pipeline_parallel.schedule import BACKWARD, FORWARD, Pass, make_schedule
 from megatron.core.pipeline_parallel.transport import Transport
 
@@ -161,10 +162,7 @@ class PipelineRunner:
         self._device = device
         self._before_backward = before_backward or _nothing_before
         self._after_evaluation = after_evaluation or _nothing_after
-        if device.type == "cuda":
-            # The first batch of transfers involves some ranks only; NCCL wants all of them there
-            # when it makes the communicator.
-            dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
+        make_communicator(pp_group)  # the first batch of transfers involves some ranks only
 
     def run(
         self,

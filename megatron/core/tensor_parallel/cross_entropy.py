@@ -16,7 +16,7 @@ p = p_local * exp(lse_local - lse). The maximum is subtracted on both levels, so
 overflows, and it is one exchange where "all-reduce the maximum, then the sum" takes two.
 Padding columns (index >= vocab_size) are left out of the matmul, which equals a logit of -inf.
 Chunks without any loss (padding at a row's end) are skipped; which they are is read from the
-labels on the host, with the range check, in the one wait for the device that a call makes.
+labels on the host, with the range check.
 
 Sequence parallelism: hidden comes as [s / tp, B, H] shards. Chunk i is made of the i-th part of
 EVERY rank's shard, gathered just before use (the next one while this one computes); its
@@ -65,6 +65,7 @@ def lm_head_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    host_labels: torch.Tensor | None = None,
     group: Group = None,
     sequence_parallel: bool = False,
     vocab_size: int,
@@ -77,6 +78,7 @@ def lm_head_loss(
         hidden: [s, B, H] equal on all tp ranks, or with sequence parallelism [s / tp, B, H].
         weight: this tp rank's rows of the output layer [V / tp, H], or the parameter itself.
         labels: int64 [B, s], all of the sequence; ``ignore_index``: no loss, exactly zero gradient.
+        host_labels: the same on the CPU; without them the call waits for the device.
         vocab_size: real vocabulary; rows beyond it are padding.
         chunk_size: tokens per chunk; 0 = all at once.
 
@@ -89,7 +91,7 @@ def lm_head_loss(
         RuntimeError: backward runs twice through one result.
     """
     head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
-    weight, host_labels = local(weight), labels.cpu()
+    weight, host_labels = local(weight), (labels if host_labels is None else host_labels).cpu()
     _check(hidden, weight, host_labels, head)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(hidden, weight, labels, host_labels, head)
@@ -101,6 +103,7 @@ def lm_head_token_losses(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    host_labels: torch.Tensor | None = None,
     group: Group = None,
     sequence_parallel: bool = False,
     vocab_size: int,
@@ -109,7 +112,7 @@ def lm_head_token_losses(
 ) -> torch.Tensor:
     """Loss of every token [B, s], zero where ignored; no gradient. Arguments as `lm_head_loss`."""
     head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
-    weight, host_labels = local(weight), labels.cpu()
+    weight, host_labels = local(weight), (labels if host_labels is None else host_labels).cpu()
     _check(hidden, weight, host_labels, head)
     with torch.no_grad():
         walk = _Walk(

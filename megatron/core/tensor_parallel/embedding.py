@@ -75,9 +75,13 @@ class VocabParallelEmbedding(nn.Module):
             tp, f"{name}.weight", vocab_size, padded_size, hidden_size, std
         )
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ``ids`` [B, s]; checking their range waits for the device once."""
-        check_ids(ids, self.vocab_size)
+    def forward(self, ids: torch.Tensor, host_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Look up ``ids`` [B, s].
+
+        Checking their range waits for the device, unless ``host_ids``, the same on the CPU, are
+        given.
+        """
+        check_ids(ids if host_ids is None else host_ids, self.vocab_size)
         weight, group = local(self.weight), self.tp.group
         ids = ids.t()
         if group is None:

@@ -74,7 +74,7 @@ class RotaryEmbedding:
     def table(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryTable:
         """cos and sin for ``position_ids`` [B, s] on their device, in at least fp32."""
         kept = torch.promote_types(dtype, torch.float32)
-        inv_freq = self.inv_freq.to(position_ids.device)
+        inv_freq = self.inv_freq.to(position_ids.device, non_blocking=True)
         angles = position_ids.t().to(torch.float64)[:, :, None, None] * inv_freq
         factor = self.attention_factor
         return RotaryTable((angles.cos() * factor).to(kept), (angles.sin() * factor).to(kept))

@@ -31,6 +31,7 @@ from megatron.core.context_parallel.kernels.base import (
     Upstream,
 )
 from megatron.core.context_parallel.merge import merge_
+from megatron.core.context_parallel.placing import on_device
 from megatron.core.context_parallel.prefix import band_pairs
 
 
@@ -188,13 +189,13 @@ def _varlen_call(
 def _cumulative(lengths: IntArray, device: torch.device) -> Tensor:
     """int32 [tasks + 1] on the device."""
     ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return torch.from_numpy(ends).to(device)
+    return on_device(ends, device)
 
 
 def _slice_or_index(rows: IntArray, device: torch.device) -> slice | Tensor:
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
+    return on_device(rows, device)
 
 
 def _pick(call: VarlenCall, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,15 +206,22 @@ def _pick(call: VarlenCall, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _add(total: GradSum, rows: slice | Tensor, values: Tensor) -> None:
     """Add packed gradients to their rows; key rows may occur several times."""
     if isinstance(rows, slice):
-        total.total()[rows].add_(values)
+        if total.tensor is None and rows == slice(0, total.shape[0]):
+            total.tensor = values.to(total.dtype)  # all rows at once: adopted
+        else:
+            total.total()[rows].add_(values)
     else:
         total.total().index_add_(0, rows, values.to(total.dtype))
 
 
 def _fold(state: Softmax, call: VarlenCall, out: Tensor, lse: Tensor) -> None:
     """Merge packed results into the running softmax."""
-    all_out, all_lse = state.tensors()
     out, lse = out.to(state.dtype), lse.to(state.dtype)
+    whole = isinstance(call.q_rows, slice) and call.q_rows == slice(0, state.rows)
+    if state.out is None and whole:
+        state.out, state.lse = out, lse  # all rows at once: adopted
+        return
+    all_out, all_lse = state.tensors()
     if not call.fresh:
         old_out, old_lse = all_out[call.q_rows], all_lse[call.q_rows]  # copies if indexed
         merge_(old_out, old_lse, out, lse)

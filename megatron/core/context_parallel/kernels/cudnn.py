@@ -1,9 +1,12 @@
 """Adapter of cuDNN attention as torch exposes it: the only place that knows its signature.
 
-Dense batches of tiles [n, heads, rows, D]; bands get an additive mask; lse comes as [n, heads,
-rows, 1]. Half types only. KV heads are repeated to the query heads (cuDNN's own GQA is not
-relied on), and their gradients summed in float32. Not measured on a GPU.
+Dense batches of tiles [n, heads, rows, D]; bands get an additive mask; lse is [n, heads, rows], in
+some builds of torch with a dim of 1 behind. Half types only. KV heads are repeated to the query
+heads (cuDNN's own GQA is not relied on), and their gradients summed in float32. Not measured on a
+GPU.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -30,12 +33,15 @@ class CudnnKernel(TiledKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         causal, mask = _mask(q, call)
         state = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse = up.lse.contiguous()
+        if _lse_dims(q.device, q.dtype) == 4:
+            lse = lse.unsqueeze(-1)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             up.grad_out.to(q.dtype).contiguous(),
             q,
             *_repeat(q, k, v),
             up.out.to(q.dtype),
-            up.lse.contiguous().unsqueeze(-1),
+            lse,
             state,
             state,
             mask,
@@ -52,6 +58,14 @@ class CudnnKernel(TiledKernel):
             dk = dk.float().unflatten(1, (k.shape[1], group)).sum(dim=2)
             dv = dv.float().unflatten(1, (k.shape[1], group)).sum(dim=2)
         return dq, dk, dv
+
+
+@functools.lru_cache(maxsize=8)
+def _lse_dims(device: torch.device, dtype: torch.dtype) -> int:
+    """Dims of the lse that forward gives, which backward wants back: 3 or 4."""
+    x = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
+    lse = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1]
+    return int(lse.dim())
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ def select_kernel(
     """The kernel for a backend name.
 
     ``auto`` takes flash where it can run (CPU: any float type; CUDA: float16 and bfloat16 with a
-    head dim that is a multiple of 8 up to 256) and the reference elsewhere, which is slow.
+    head dim that is a multiple of 8 up to 256, from compute capability 8.0 on) and the reference
+    elsewhere, which is slow.
 
     Raises:
         ValueError: for an unknown name, or a backend that cannot do what is asked.
@@ -33,7 +34,7 @@ def select_kernel(
         raise ValueError(f"--attention-backend {backend} must be one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return ReferenceKernel()
-    why_not = _obstacle(backend, dtype, device.type, head_dim, dropout_p)
+    why_not = _obstacle(backend, dtype, device, head_dim, dropout_p)
     if backend == "auto":
         chosen = "flash" if why_not is None else "reference"
         _log_choice(chosen, device.type, str(dtype), head_dim, why_not)
@@ -47,21 +48,25 @@ def select_kernel(
 
 
 def _obstacle(
-    backend: str, dtype: torch.dtype, device_type: str, head_dim: int, dropout_p: float
+    backend: str, dtype: torch.dtype, device: torch.device, head_dim: int, dropout_p: float
 ) -> str | None:
     """Why a flash-like kernel cannot run, or None."""
     name = "cudnn" if backend == "cudnn" else "flash"
     if dropout_p > 0:
         return f"has no attention dropout (--attention-dropout {dropout_p})"
-    if device_type == "cpu":
+    if device.type == "cpu":
         return "needs a CUDA device" if name == "cudnn" else None
-    if device_type != "cuda":
-        return f"does not run on {device_type}"
+    if device.type != "cuda":
+        return f"does not run on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16 on CUDA, not {dtype}"
     limit = 128 if name == "cudnn" else 256
     if head_dim % 8 or head_dim > limit:
         return f"needs a head dim that is a multiple of 8 up to {limit}, not {head_dim}"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"needs a GPU of compute capability 8.0 (Ampere) or more, not {major}.{minor}"
     return None
 
 

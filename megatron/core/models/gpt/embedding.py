@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.config import ModelConfig
+from megatron.core.packed_batch import PackedBatch
 from megatron.core.tensor_parallel import (
     DropoutKey,
     NormalInit,
@@ -39,13 +40,15 @@ class PositionEmbedding(nn.Module):
         self.length, self.tp = length, tp
         self.weight = tp.parameter(f"{name}.weight", (length, hidden_size), init=NormalInit(std))
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[B, s] -> [s (/ tp), B, H].
+    def forward(
+        self, position_ids: torch.Tensor, host_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, s] -> [s (/ tp), B, H]; ``host_ids``: the same on the CPU, to be checked there.
 
         Raises:
             ValueError: for a position beyond the table.
         """
-        self._check(position_ids)
+        self._check(position_ids if host_ids is None else host_ids)
         ids = position_ids.t()
         if self.tp.shards_sequence:
             ids = ids.chunk(self.tp.size)[self.tp.rank]
@@ -93,11 +96,10 @@ class GPTEmbedding(nn.Module):
                 std=std,
             )
 
-    def forward(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, dropout_key: DropoutKey | None
-    ) -> torch.Tensor:
-        """tokens and position_ids [B, s] -> [s (/ tp), B, H]."""
-        x = self.word_embeddings(tokens)
+    def forward(self, batch: PackedBatch, dropout_key: DropoutKey | None) -> torch.Tensor:
+        """The batch's tokens and position_ids [B, s] -> [s (/ tp), B, H]."""
+        host = batch.on_host
+        x = self.word_embeddings(batch.tokens, host.tokens)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(position_ids)
+            x = x + self.position_embeddings(batch.position_ids, host.position_ids)
         return hidden_dropout(x, self.p, dropout_key, self.tp, layer=-1, site="embedding")

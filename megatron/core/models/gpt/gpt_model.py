@@ -182,7 +182,7 @@ class GPTModel(nn.Module):
         dropping = self.training and output == "loss"
         inputs = self._layer_inputs(batch, dtype, dropout_key, dropping)
         if self.embedding is not None:
-            x = self.embedding(batch.tokens, batch.position_ids, inputs.dropout)
+            x = self.embedding(batch, inputs.dropout)
         hidden = self.decoder(x, inputs)
         if not self.post_process or output == "hidden":
             return hidden
@@ -246,6 +246,7 @@ class GPTModel(nn.Module):
             hidden,
             weight,
             batch.labels,
+            host_labels=batch.on_host.labels,
             group=group,
             sequence_parallel=self.tp.shards_sequence,
             vocab_size=self.vocab_size,
