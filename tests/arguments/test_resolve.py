@@ -3,7 +3,6 @@
 import pytest
 
 from megatron.core.config.parallel import CP_LAYOUTS, layout_multiple
-from megatron.core.config.record import config_hash
 from megatron.core.context_parallel import make_layout
 from megatron.core.rank_grid import build_grid
 from megatron.training.arguments import (
@@ -30,7 +29,7 @@ def test_every_default_is_filled_in_and_filling_again_changes_nothing():
     assert config.parallel.data_parallel_sharding_strategy == "optim"
     assert config.optimizer.lr_decay_iters == 10
     again = finalize(config, 8)
-    assert again == config and config_hash(again) == config_hash(config)
+    assert again == config
 
 
 def test_train_samples_and_tokens_become_iterations():

@@ -8,11 +8,7 @@ import pytest
 
 from megatron.core.config.parallel import layout_multiple
 from megatron.core.context_parallel.layout import make_layout
-from megatron.core.context_parallel.tasks import (
-    needed_rows,
-    rank_tasks,
-    split_band,
-)
+from megatron.core.context_parallel.tasks import rank_tasks, split_band
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -82,7 +78,7 @@ def check_case(kind, seq_length, ring, ulysses, cu_seqlens, window, causal):
             assert np.array_equal(got, want.astype(int)), (rank, source, list(table))
             assert table.pairs == want.sum()
             seen = np.zeros(want.shape[1], dtype=bool)
-            for first, last in needed_rows(tables)[source]:
+            for first, last in table.key_rows():
                 seen[first:last] = True
             assert np.array_equal(seen, want.any(axis=0))
             for task in table:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.prefix import band_pairs
-from megatron.core.context_parallel.tasks import Task, split_band
+from megatron.core.context_parallel.tasks import Task, split_band, trim_tasks
 
 SMALL_TILE_PAIRS = 64 * 64
 """Up to this many pairs a tile is cheaper gathered than launched alone (measured on CPU)."""
@@ -136,17 +136,6 @@ def make_calls(
         for disjoint in disjoint_rows(group):
             calls += _calls_of_group(disjoint, visited, gather)
     return CallList(tuple(calls), len(tasks), pairs)
-
-
-def trim_tasks(tasks: IntArray) -> IntArray:
-    """Trim rows and columns that see nothing, drop empty tasks, clamp lo and hi."""
-    q0, q1, k0, k1, lo, hi = tasks.reshape(-1, 6).T
-    row0, row1 = np.maximum(0, lo), np.minimum(q1 - q0, hi + (k1 - k0))
-    col0, col1 = np.maximum(0, -hi), np.minimum(k1 - k0, (q1 - q0) - lo)
-    lo, hi = lo - (row0 - col0), hi - (row0 - col0)
-    lo, hi = np.maximum(lo, 1 - (col1 - col0)), np.minimum(hi, row1 - row0 - 1)
-    trimmed = np.stack((q0 + row0, q0 + row1, k0 + col0, k0 + col1, lo, hi), axis=1)
-    return trimmed[(row1 > row0) & (col1 > col0) & (lo <= hi)]
 
 
 def cut_bands(tasks: IntArray, tile: int) -> IntArray:

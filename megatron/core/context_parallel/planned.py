@@ -40,12 +40,6 @@ class AttentionStats:
     calls: int
     """Forward and backward calls so far."""
 
-    @property
-    def work_balance(self) -> float:
-        """Largest over mean pairs of the ring ranks; 1 is perfect."""
-        total = sum(self.ring_pairs)
-        return max(self.ring_pairs) * len(self.ring_pairs) / total if total else 1.0
-
 
 @dataclasses.dataclass(eq=False)
 class PlannedAttention:

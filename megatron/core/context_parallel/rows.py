@@ -20,11 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.context_parallel.calls import trim_tasks
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.layout import Layout
 from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
-from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_tasks
+from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_tasks, trim_tasks
 
 NO_TASKS = np.zeros((0, 6), dtype=np.int64)
 

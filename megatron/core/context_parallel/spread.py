@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.context_parallel.calls import trim_tasks
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.prefix import band_pairs
+from megatron.core.context_parallel.tasks import trim_tasks
 
 CUT_ROWS = 256
 """A task is cut only where both sides keep at least so many rows."""

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.core.context_parallel.checks import check_window
 from megatron.core.context_parallel.documents import (
@@ -111,10 +112,6 @@ class TaskTable:
         """[runs, 2]: the local rows of the source that any task reads, as joined runs."""
         return join_runs(self.array[:, 2:4])
 
-    def query_rows(self) -> IntArray:
-        """[runs, 2]: the local rows that any task computes, as joined runs."""
-        return join_runs(self.array[:, 0:2])
-
 
 def rank_tasks(
     layout: Layout,
@@ -146,17 +143,12 @@ def rank_tasks(
     else:
         rows = _chunked(layout, ring_rank, bounds, window)
     source, table = rows[:, 0], _normalize(rows[:, 1:])
-    keep = (table[:, 1] > table[:, 0]) & (table[:, 3] > table[:, 2]) & (table[:, 4] <= table[:, 5])
+    keep = _sees(table)
     source, table = source[keep], table[keep]
     order = np.lexsort((table[:, 2], table[:, 0], source))
     cuts = np.searchsorted(source[order], np.arange(layout.ring_size + 1))
     table = table[order]
     return tuple(TaskTable(table[cuts[i] : cuts[i + 1]]) for i in range(layout.ring_size))
-
-
-def needed_rows(tables: tuple[TaskTable, ...]) -> list[IntArray]:
-    """For each source the local rows [runs, 2] that a rank's queries see: its exchange plan."""
-    return [table.key_rows() for table in tables]
 
 
 def join_runs(runs: IntArray) -> IntArray:
@@ -168,6 +160,12 @@ def join_runs(runs: IntArray) -> IntArray:
     opens = np.concatenate(([True], runs[1:, 0] > reach[:-1]))
     closes = np.concatenate((opens[1:], [True]))
     return np.stack((runs[opens, 0], reach[closes]), axis=1)
+
+
+def trim_tasks(tasks: IntArray) -> IntArray:
+    """Tasks [n, 6] normalised, without those that see nothing."""
+    trimmed = _normalize(tasks.reshape(-1, 6))
+    return trimmed[_sees(trimmed)]
 
 
 def split_band(task: Task, tile: int = 256) -> list[Task]:
@@ -224,6 +222,13 @@ def _normalize(table: IntArray) -> IntArray:
     lo, hi = lo - shift, hi - shift
     lo, hi = np.maximum(lo, 1 - (col1 - col0)), np.minimum(hi, row1 - row0 - 1)
     return np.stack((q0 + row0, q0 + row1, k0 + col0, k0 + col1, lo, hi), axis=1)
+
+
+def _sees(table: IntArray) -> npt.NDArray[np.bool_]:
+    """bool [n]: which normalised tasks see any pair."""
+    q0, q1, k0, k1, lo, hi = table.T
+    visible: npt.NDArray[np.bool_] = (q1 > q0) & (k1 > k0) & (lo <= hi)
+    return visible
 
 
 def _rows(*columns: Any) -> IntArray:
