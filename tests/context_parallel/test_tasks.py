@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.parallel import layout_multiple
 from megatron.core.context_parallel.layout import make_layout
-from megatron.core.context_parallel.tasks import rank_tasks, split_band
+from megatron.core.context_parallel.tasks import Task, rank_tasks, split_band
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -111,6 +111,15 @@ def check_split(task, tile):
         check_normal(piece)
         if not (piece.is_full or piece.is_causal):
             assert piece.q_len <= tile and piece.k_len <= tile + width
+
+
+def test_a_window_is_a_masked_tile_a_rectangle_and_a_causal_square_per_block():
+    """The near edge needs no mask: kernels know a causal square by themselves."""
+    pieces = split_band(Task(0, 1024, 0, 1024, 0, 511), 256)
+    last = [piece for piece in pieces if piece.q_start == 768]
+    kinds = ["full" if p.is_full else "causal" if p.is_causal else "masked" for p in last]
+    assert kinds == ["masked", "full", "causal"]
+    assert [(p.k_start, p.k_end) for p in last] == [(257, 512), (512, 768), (768, 1024)]
 
 
 def test_random_cases_equal_the_dense_mask():
