@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointSaver,
+    SaveFolder,
     checkpoint_io,
     choose_checkpoint,
     directory,
@@ -79,7 +80,7 @@ def save_then_load(rank: int, world: int, root: str, source: int, target: int) -
     group = dist.new_group(backend="gloo")
     tensors = placed(*LAYOUTS[source])
     folder = write_checkpoint(
-        Path(root), 5, make_pieces(tensors.items(), ROWS), {"iteration": 5}, group=group
+        SaveFolder(Path(root)), 5, make_pieces(tensors.items(), ROWS), {"iteration": 5}, group=group
     )
     verify_checkpoint(folder, group=group)
     stored = read_listing(folder, group=group).state_dict_metadata
@@ -109,7 +110,8 @@ def write_one(rank: int, world: int, root: str, iteration: int = 1, keep: int = 
         placed(*LAYOUTS[1]).items() if world == 4 else full_tensors().items(), ROWS
     )
     state = {"iteration": iteration}
-    write_checkpoint(Path(root), iteration, pieces, state, group=group, keep=keep)
+    target = SaveFolder(Path(root), keep=keep)
+    write_checkpoint(target, iteration, pieces, state, group=group)
 
 
 def test_files_and_pointer(tmp_path: Path) -> None:
