@@ -244,6 +244,17 @@ def test_a_rank_that_read_other_rows_is_told_by_its_hash(tmp_path: Path) -> None
     assert loader_of(changed).next_step()[0].row_hashes != mine.row_hashes
 
 
+def test_a_rows_hash_depends_on_the_corpus_and_the_place_in_the_document(tmp_path: Path) -> None:
+    """One document a corpus, cut into equal rows: number and length are those of all others."""
+    hashes = []
+    for first_id in (0, 1):
+        path = write_corpus(tmp_path / str(first_id), [64], first_id=first_id)
+        source = build_document_source([str(path)])
+        assert source is not None
+        hashes += [batch.row_hashes[0] for batch in loader_of(source).next_step()]
+    assert len(set(hashes)) == 8
+
+
 def test_ids_outside_the_vocabulary_name_their_document(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
         builder.add_document(list(range(10)))
