@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel.autograd import KeptAttention, run_attention
+from megatron.core.context_parallel.autograd import AttentionCall, KeptAttention, run_attention
 from megatron.core.context_parallel.channel import Channel, CommStats
 from megatron.core.context_parallel.checks import check_settings, check_window
 from megatron.core.context_parallel.choice import outer_communication
@@ -60,10 +60,8 @@ class AttentionPlan(PlannedAttention):
             IntegrityError: in a checked iteration, if a transfer went wrong.
         """
         self.check_inputs(q, k, v, dropout_seed)
-        return run_attention(
-            self, q, k, v, layer_number=layer_number, dropout_seed=dropout_seed, kept=kept,
-            return_lse=return_lse,
-        )  # fmt: skip
+        call = AttentionCall(self, q.shape[0], layer_number, dropout_seed, kept, return_lse)
+        return run_attention(q, k, v, call)
 
     def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, dropout_seed: int | None) -> None:
         """Refuse tensors other than planned.

@@ -271,37 +271,30 @@ def _chunked(layout: Layout, rank: int, bounds: IntArray, window: int | None) ->
     first, last = runs[:, 0], runs[:, 1]
     start, end = document_bounds(bounds, first)
     head = start < first  # the run opens inside a document: rows before it are visible
-    run_row = layout.rows_below(rank, first)
+    spans = np.stack((layout.rows_below(rank, first), first, np.minimum(last, end)), axis=1)
     fits = head & (window is None or end - start <= window)
-    parts.append(_full_before(layout, run_row, first, last, start, end, fits, skip=rank))
+    parts.append(_full_before(layout, spans[fits], start[fits], skip=rank))
     if window is not None and long.any():
         wide = head & ~fits
-        seen = np.maximum(start, np.minimum(np.minimum(last, end) - window, first))
-        parts.append(_full_before(layout, run_row, first, last, seen, end, wide, skip=None))
+        seen = np.maximum(start, np.minimum(spans[:, 2] - window, first))
+        parts.append(_full_before(layout, spans[wide], seen[wide], skip=None))
         parts.append(_window_edges(layout, rank, runs, start, end, wide, window))
         parts.append(_window_diagonals(layout, rank, runs, bounds, long, window))
     return np.concatenate(parts)
 
 
 def _full_before(
-    layout: Layout,
-    run_row: IntArray,
-    first: IntArray,
-    last: IntArray,
-    seen_from: IntArray,
-    end: IntArray,
-    select: Any,
-    skip: int | None,
+    layout: Layout, spans: IntArray, seen_from: IntArray, skip: int | None
 ) -> IntArray:
-    """Rows [first, min(last, end)) of the selected runs x all rows of [seen_from, first).
+    """Rows [first, stop) of each span x all rows of [seen_from, first), but of source ``skip``.
 
-    Neighbouring runs that see the same rows of a source are joined into one rectangle.
+    A span is (local row of first, first, stop). Neighbours that see the same rows of a source are
+    joined into one rectangle.
     """
-    run_row, first, last = run_row[select], first[select], last[select]
-    seen_from, end = seen_from[select], end[select]
+    run_row, first, stop = spans.T
     k0, k1 = layout.rows_below_all(seen_from), layout.rows_below_all(first)
     source = np.arange(layout.ring_size)[:, None]
-    rows = _rows(source, run_row, run_row + np.minimum(last, end) - first, k0, k1, -FAR, FAR)
+    rows = _rows(source, run_row, run_row + stop - first, k0, k1, -FAR, FAR)
     rows = rows[rows[:, 4] > rows[:, 3]]
     if skip is not None:
         rows = rows[rows[:, 0] != skip]

@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel.linear import (
 from megatron.core.tensor_parallel.parameters import (
     TensorParallel,
     local,
-    make_parameter,
 )
 from megatron.core.tensor_parallel.random import DropoutKey, dropout
 
@@ -36,7 +35,6 @@ __all__ = [
     "lm_head_loss",
     "lm_head_token_losses",
     "local",
-    "make_parameter",
     "padded_vocab_size",
     "vocab_parallel_weight",
 ]

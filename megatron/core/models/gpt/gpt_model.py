@@ -28,7 +28,7 @@ from megatron.core.config import ModelConfig
 from megatron.core.context_parallel import Workspace
 from megatron.core.models.gpt.embedding import GPTEmbedding
 from megatron.core.models.gpt.prepare import params_dtype, prepare_batch
-from megatron.core.packed_batch import IGNORE_INDEX, PackedBatch
+from megatron.core.packed_batch import PackedBatch
 from megatron.core.tensor_parallel import (
     DropoutKey,
     TensorParallel,
@@ -250,7 +250,6 @@ class GPTModel(nn.Module):
             sequence_parallel=self.tp.shards_sequence,
             vocab_size=self.vocab_size,
             chunk_size=self.config.loss_chunk_size,
-            ignore_index=IGNORE_INDEX,
         )
 
 
