@@ -197,6 +197,19 @@ def test_a_folder_without_its_checksums_is_no_checkpoint(tmp_path: Path) -> None
     assert complete_iterations(tmp_path) == [2]
 
 
+def test_a_file_that_grew_or_changed_is_named(tmp_path: Path) -> None:
+    """A longer file is no whole checkpoint; one of the same size shows in its checksum alone."""
+    folder = iteration_folder(checkpoints(tmp_path, 2), 2)
+    assert directory.damaged_files(folder, ["data"]) == []
+    (folder / "data").write_bytes(b"dota")
+    assert directory.is_complete(folder), "contents are not read for this"
+    (problem,) = directory.damaged_files(folder, ["data"])
+    assert problem.startswith(f"{folder / 'data'} has crc32 ")
+    (folder / "data").write_bytes(b"data and more")
+    assert directory.missing_parts(folder) == [f"{folder / 'data'} has 13 bytes instead of 4"]
+    assert directory.damaged_files(folder, ["data"]) == directory.missing_parts(folder)
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
