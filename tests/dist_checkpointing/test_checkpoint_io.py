@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,17 +243,23 @@ def test_a_full_disk_on_one_rank_reaches_all(tmp_path: Path) -> None:
 
 
 def no_room(rank: int, world: int, root: str) -> None:
-    directory.shutil.disk_usage = lambda path: os.terminal_size((0, 0)) and _Usage()  # type: ignore
-    with pytest.raises(CheckpointError, match="GB free"):
-        write_one(rank, world, root, 2)
-
-
-class _Usage:
-    free = 10
+    """Stored bytes: the vocabulary without padding, and chunks of several ranks once."""
+    needed = VOCAB * 6 * 8 + (70 + 5 + 1) * 4 + checkpoint_io.SPACE_RESERVE
+    with pytest.MonkeyPatch.context() as patch:
+        for free in (needed - 1, needed):
+            usage = SimpleNamespace(free=free)
+            patch.setattr(directory.shutil, "disk_usage", lambda path, usage=usage: usage)
+            if free < needed:
+                with pytest.raises(CheckpointError, match="GB free"):
+                    write_one(rank, world, root, 2)
+                assert latest_iteration(Path(root)) == (None, None)
+            else:
+                write_one(rank, world, root, 2)
 
 
 def test_space_is_checked_before_a_save(tmp_path: Path) -> None:
-    run_ranks(2, no_room, str(tmp_path))
+    run_ranks(4, no_room, str(tmp_path))
+    assert latest_iteration(tmp_path) == (2, None)
 
 
 def background(rank: int, world: int, root: str) -> None:
