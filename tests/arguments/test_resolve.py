@@ -9,7 +9,6 @@ from megatron.training.arguments import (
     check_command_line,
     finalize,
     parse_args,
-    scaling_from_flags,
 )
 from megatron.training.arguments.resolve import flag_split
 from tests.arguments.good import command_line
@@ -68,12 +67,12 @@ def test_split_of_context_parallel_ranks(flags, per_node, split):
 def test_rope_scaling_of_the_flags():
     words = "--rope-scaling-type yarn --rope-scaling-factor 16 --max-position-embeddings 4096"
     model = parse_args(words.split()).model
-    assert scaling_from_flags(model) == {
+    assert model.rope_scaling == {
         "rope_type": "yarn",
         "factor": 16.0,
         "original_max_position_embeddings": 4096,
     }
-    assert scaling_from_flags(parse_args([]).model) is None
+    assert parse_args([]).model.rope_scaling is None
     run = finished(words + " --original-max-position-embeddings 1024")
     assert run.schedule.stages[0].rope_scaling["original_max_position_embeddings"] == 1024
 

@@ -3,7 +3,6 @@
 from megatron.core.tensor_parallel.cross_entropy import lm_head_loss, lm_head_token_losses
 from megatron.core.tensor_parallel.embedding import (
     VocabParallelEmbedding,
-    padded_vocab_size,
     vocab_parallel_weight,
 )
 from megatron.core.tensor_parallel.initialization import ONES, ZEROS, ConstantInit, NormalInit
@@ -35,6 +34,5 @@ __all__ = [
     "lm_head_loss",
     "lm_head_token_losses",
     "local",
-    "padded_vocab_size",
     "vocab_parallel_weight",
 ]

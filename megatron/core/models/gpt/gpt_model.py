@@ -260,17 +260,8 @@ def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
         config.head_dim,
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
-        scaling=rope_scaling(config),
+        scaling=config.rope_scaling,
     )
-
-
-def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """The scaling rule that the flags name, with Hugging Face's keys; None without one."""
-    if config.rope_scaling_type is None:
-        return None
-    original = config.original_max_position_embeddings or config.max_position_embeddings
-    scaling = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
-    return scaling | ({} if original is None else {"original_max_position_embeddings": original})
 
 
 def _check_sizes(config: ModelConfig) -> None:
