@@ -122,6 +122,17 @@ def test_a_window_is_a_masked_tile_a_rectangle_and_a_causal_square_per_block():
     assert [(p.k_start, p.k_end) for p in last] == [(257, 512), (512, 768), (768, 1024)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_any_length_on_two_ranks(kind):
+    """Fault 6: boundaries divided by the number of ranks lose the last token of odd lengths."""
+    check_case(kind, 12, 2, 1, [0, 7, 12], None, True)
+    for first in range(1, 18):
+        for second in (1, 5, 12):
+            seq_length = -(-(first + second) // 4) * 4
+            bounds = sorted({0, first, first + second, seq_length})
+            check_case(kind, seq_length, 2, 1, bounds, None, True)
+
+
 def test_random_cases_equal_the_dense_mask():
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
