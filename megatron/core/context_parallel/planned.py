@@ -91,7 +91,11 @@ class PlannedAttention:
         )
 
     def compiled(self, batch: int) -> tuple[BatchPlan, StepSource]:
-        """The plan for a number of batch rows, made on first use."""
+        """The plan for a number of batch rows, made on first use.
+
+        Raises:
+            ValueError: if there are packings for another number of rows.
+        """
         if batch not in self._batches:
             many = len(self.packings) > 1
             if many and batch != len(self.packings):

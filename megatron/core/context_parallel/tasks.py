@@ -176,6 +176,9 @@ def split_band(task: Task, tile: int = 256) -> list[Task]:
     the band, ``tile`` columns; inside a task all such tiles but the first and last few have one
     shape and one (lo, hi), so one shared mask serves them. For a sliding window each block of
     ``tile`` rows gives one masked tile (the far edge), one full rectangle and one causal square.
+
+    Raises:
+        ValueError: for a ``tile`` below 1.
     """
     if tile < 1:
         raise ValueError(f"tile {tile} must be at least 1")

@@ -104,8 +104,8 @@ class TensorParallel:
             shard_dim %= len(shape)
             if shape[shard_dim] % self.size:
                 raise ValueError(
-                    f"{name}: dim {shard_dim} of shape {shape} is not a multiple of "
-                    f"--tensor-model-parallel-size {self.size}"
+                    f"{name}: dim {shard_dim} of shape {shape} must be a multiple of "
+                    f"--tensor-model-parallel-size {self.size}; use a size that divides it"
                 )
             local_shape[shard_dim] //= self.size
             offset = self.rank * local_shape[shard_dim]
