@@ -274,8 +274,8 @@ def test_ids_outside_the_vocabulary_name_their_document(tmp_path: Path) -> None:
     ("kind", "rank", "document", "words"),
     [
         # The rank's last label is the bad token, which another rank reads.
-        ("contiguous", 0, 0, "token 2 of document 0 is id 70000"),
-        ("striped", 1, 0, "token 2 of document 0 is id 70000"),
+        ("contiguous", 0, 0, "token 32 of document 0 is id 70000"),
+        ("striped", 1, 0, "token 32 of document 0 is id 70000"),
         ("contiguous", 0, 1, "token 1 of document 1 is id -7"),
         ("striped", 1, 1, "token 1 of document 1 is id -7"),
     ],
@@ -284,11 +284,11 @@ def test_labels_and_negative_ids_are_checked_too(
     kind: str, rank: int, document: int, words: str, tmp_path: Path
 ) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
-        builder.add_document([1, 2, 70000, 3])
-        builder.add_document([1, -7, 2, 3])
+        builder.add_document([1] * 32 + [70000] + [2] * 31)
+        builder.add_document([1, -7] + [2] * 62)
     reader = RowReader([IndexedCorpus(str(tmp_path / "d"))], vocab_size=50257)
     with pytest.raises(DatasetError, match=f"{words}, outside the vocabulary of 50257"):
-        reader.read(fragments((document, 0, 4, True)), shares(kind, 4, 2)[rank], 4)
+        reader.read(fragments((document, 0, 64, True)), shares(kind, 64, 2)[rank], 64)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.documents import IntArray
-from megatron.core.context_parallel.prefix import band_pairs
+from megatron.core.context_parallel.prefix import band_pairs, is_causal_square, is_full_band
 from megatron.core.context_parallel.tasks import Task, split_band, trim_tasks
 
 SMALL_TILE_PAIRS = 64 * 64
@@ -83,11 +84,11 @@ class Call:
 
     @property
     def is_full(self) -> bool:
-        return self.lo <= 1 - self.k.length and self.hi >= self.q.length - 1
+        return bool(is_full_band(self.q.length, self.k.length, self.lo, self.hi))
 
     @property
     def is_causal(self) -> bool:
-        return self.lo == 0 and self.q.length == self.k.length and self.hi >= self.q.length - 1
+        return bool(is_causal_square(self.q.length, self.k.length, self.lo, self.hi))
 
     def to(self, device: torch.device) -> "Call":
         """The same with its index tensors on ``device``."""
@@ -159,14 +160,16 @@ def _tile_rows(task: Iterable[int], tile: int) -> int:
     return min(tile, max(32, 1 << max(0, hi - lo).bit_length()))
 
 
-def _full(tiles: IntArray) -> IntArray:
+def _full(tiles: IntArray) -> npt.NDArray[np.bool_]:
     q0, q1, k0, k1, lo, hi = tiles.T
-    return (lo <= 1 - (k1 - k0)) & (hi >= q1 - q0 - 1)
+    full: npt.NDArray[np.bool_] = is_full_band(q1 - q0, k1 - k0, lo, hi)
+    return full
 
 
-def _causal(tiles: IntArray) -> IntArray:
+def _causal(tiles: IntArray) -> npt.NDArray[np.bool_]:
     q0, q1, k0, k1, lo, hi = tiles.T
-    return (lo == 0) & (q1 - q0 == k1 - k0) & (hi >= q1 - q0 - 1)
+    causal: npt.NDArray[np.bool_] = is_causal_square(q1 - q0, k1 - k0, lo, hi)
+    return causal
 
 
 def _groups_of_one_shape(tiles: IntArray) -> list[IntArray]:

@@ -39,7 +39,12 @@ from megatron.core.context_parallel.documents import (
     normalize_cu_seqlens,
 )
 from megatron.core.context_parallel.layout import Layout
-from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
+from megatron.core.context_parallel.prefix import (
+    band_pairs,
+    expand_ranges,
+    is_causal_square,
+    is_full_band,
+)
 
 FAR = 1 << 60
 """Stands for "no limit" in lo and hi until they are clamped."""
@@ -66,7 +71,7 @@ class Task(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Every pair is visible."""
-        return self.lo <= 1 - self.k_len and self.hi >= self.q_len - 1
+        return bool(is_full_band(self.q_len, self.k_len, self.lo, self.hi))
 
     @property
     def is_causal(self) -> bool:
@@ -74,7 +79,7 @@ class Task(NamedTuple):
 
         A square of one row is both full and causal.
         """
-        return self.lo == 0 and self.q_len == self.k_len and self.hi >= self.q_len - 1
+        return bool(is_causal_square(self.q_len, self.k_len, self.lo, self.hi))
 
     @property
     def pairs(self) -> int:
