@@ -114,8 +114,7 @@ def prepare_attention(
 
     Args:
         layout: of the row, made from the same cu_seqlens if balanced.
-        cu_seqlens: document boundaries over the global row; a list with one packing per batch row;
-            or None for one document per row.
+        cu_seqlens: document boundaries of the whole row, or a list, one per batch row; None: one.
         num_heads, num_kv_heads, head_dim: local heads of the tensor-parallel rank, and D.
         ring_group, ulysses_group: groups of the layout's sizes, or None for size one.
         causal, window: keys j with j <= i, and with i - j < window; False: both directions.
@@ -130,9 +129,7 @@ def prepare_attention(
     Raises:
         ValueError: for whatever cannot be done exactly as asked.
     """
-    check_settings(
-        head_dim=head_dim, scale=scale, dtype=dtype, max_exchange_bytes=max_exchange_bytes
-    )  # fmt: skip
+    check_settings(head_dim, scale=scale, dtype=dtype, max_exchange_bytes=max_exchange_bytes)
     window = check_window(window, causal)
     packings = normalize_packings(cu_seqlens, layout.seq_length)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize)
@@ -148,10 +145,8 @@ def prepare_attention(
     return AttentionPlan(
         layout=layout, packings=packings, split=split, head_dim=head_dim, kernel=kernel,
         outer=outer, causal=causal, window=window, dropout_p=dropout_p, dtype=dtype,
-        device=device,
-        scale=head_dim**-0.5 if scale is None else scale,
-        ring=ring, ulysses=Ulysses(split, ulysses),
-        comm=comm, workspace=Workspace() if workspace is None else workspace,
+        device=device, scale=head_dim**-0.5 if scale is None else scale, ring=ring, comm=comm,
+        ulysses=Ulysses(split, ulysses), workspace=workspace or Workspace(),
         max_exchange_bytes=max_exchange_bytes, check_iteration=check_iteration,
     )  # fmt: skip
 

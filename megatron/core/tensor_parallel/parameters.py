@@ -113,13 +113,7 @@ class TensorParallel:
         shard = torch.empty(local_shape, dtype=self.dtype, device=self.device)
         if not shard.is_meta:
             fill_shard(
-                shard,
-                shape,
-                init,
-                name=name,
-                seed=self.seed,
-                shard_dim=shard_dim,
-                offset=offset,
+                shard, shape, init, name=name, seed=self.seed, shard_dim=shard_dim, offset=offset
             )
         stride = torch.empty(shape, device="meta").stride()
         return nn.Parameter(
