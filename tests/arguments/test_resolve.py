@@ -27,6 +27,8 @@ def test_every_default_is_filled_in_and_filling_again_changes_nothing():
     assert config.parallel.hierarchical_context_parallel_sizes == (1, 1)
     assert config.parallel.data_parallel_sharding_strategy == "optim"
     assert config.optimizer.lr_decay_iters == 10
+    full = finished("--recompute-granularity full").config.model
+    assert (full.recompute_method, config.model.recompute_method) == ("uniform", None)
     again = finalize(config, 8)
     assert again == config
 

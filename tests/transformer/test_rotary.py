@@ -46,6 +46,7 @@ def test_keys_are_rotated_and_values_are_not(batch: int, rotary: RotaryEmbedding
     wanted = fused[..., 0, :] if rotary is None else _complex(fused[..., 0, :], positions, 50.0, 6)
     torch.testing.assert_close(k, wanted.transpose(0, 1), rtol=0, atol=1e-12)
     assert torch.equal(v, fused[..., 1, :].transpose(0, 1))
+    assert v.is_contiguous() == (batch > 1), "a view of one row, batch first of several"
     up_k, up_v = torch.randn_like(k), torch.randn_like(v)
     (actual,) = torch.autograd.grad((k, v), fused, (up_k, up_v))
     moved = (wanted.transpose(0, 1), fused[..., 1, :].transpose(0, 1))
