@@ -22,10 +22,12 @@ from pathlib import Path
 from megatron.core.config.checkpoint import CheckpointConfig
 from megatron.core.dist_checkpointing.checkpoint_io import read_state
 from megatron.core.dist_checkpointing.directory import (
+    all_iterations,
     complete_iterations,
     is_complete,
     iteration_folder,
     latest_iteration,
+    missing_parts,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError
 
@@ -150,19 +152,31 @@ def _problem(root: Path, options: CheckpointConfig) -> str | None:
             else "check --load"
         )
         return (
-            f"--ckpt-step {step} has no whole checkpoint in --load {root}; "
+            f"--ckpt-step {step} has no whole checkpoint in --load {root}{_why_not(root, step)}; "
             f"there are {whole or 'none'}: {cure}"
         )
     if latest_iteration(root)[0] is not None:
         return None
+    begun = all_iterations(root)
+    why = _why_not(root, begun[-1]) if begun else ""
     if options.finetune:
         return (
-            f"--finetune needs weights, but --load {root} holds no whole checkpoint; give the "
+            f"--finetune needs weights, but --load {root} holds no whole checkpoint{why}; give the "
             "folder of the run to start from"
         )
     if starts_fresh_when_empty(options):
         return None
     return (
-        f"--load {root} holds no whole checkpoint; check the folder, leave --load out to start "
-        "fresh, or give the same folder as --save to go on from what this run saves"
+        f"--load {root} holds no whole checkpoint{why}; check the folder, leave --load out to "
+        "start fresh, or give the same folder as --save to go on from what this run saves"
     )
+
+
+def _why_not(root: Path, iteration: int) -> str:
+    """What makes a checkpoint folder that is there not whole, in brackets; empty without one."""
+    folder = iteration_folder(root, iteration)
+    if not folder.is_dir():
+        return ""
+    problems = missing_parts(folder)
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f" ({problems[0]}{more})" if problems else ""

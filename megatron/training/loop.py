@@ -68,12 +68,12 @@ class TrainingLoop:
         code = 0
         while state.iteration < total:
             stage = trainer.schedule.stage_at_iteration(state.iteration)
-            if stage is not trainer.stage:
-                self._enter(stage)
-            self._watchdog.doing(f"iteration {state.iteration + 1}")
-            stop = self._step()
+            stop = self._enter(stage) if stage is not trainer.stage else None
             if stop is None:
-                stop = self._after_step()
+                self._watchdog.doing(f"iteration {state.iteration + 1}")
+                stop = self._step()
+                if stop is None:
+                    stop = self._after_step()
             if stop is not None:
                 code = stop
                 break
@@ -81,13 +81,22 @@ class TrainingLoop:
             self._finish(finished=state.iteration >= total)
         return code
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: Stage) -> int | None:
+        """Start a stage; returns an exit code if a signal came in the meantime.
+
+        Building, loading and opening data may take longer than a signal leaves time for, and so
+        may the first evaluation and the first step.
+        """
         with self._watchdog.unlimited(f"the start of stage {stage.number}"):
             enter_stage(self._t, stage)
+            signal, _, _ = self._agree()
+        if signal:
+            return self._leave_for(signal)
         self._watchdog.limit(True)
         self._spikes.reset()
         self._first_evaluation()
         self._new_interval()
+        return None
 
     def _new_interval(self) -> None:
         self._watchdog.busy.take()
@@ -201,11 +210,14 @@ class TrainingLoop:
         signal, overtime, failed = self._agree()
         if failed:
             self._raise_failure()
+        saves = trainer.checkpointer.saves
+        if signal and saves:
+            self._save()  # first: the evaluation may take longer than the signal leaves
         if self._evaluates() and state.iteration % training.eval_interval == 0:
             with self._apart():
                 evaluate(trainer)
         interval = trainer.config.checkpoint.save_interval
-        if trainer.checkpointer.saves and interval and state.iteration % interval == 0:
+        if saves and not signal and interval and state.iteration % interval == 0:
             self._save()
         if signal:
             return self._leave_for(signal)

@@ -232,3 +232,21 @@ def late(rank: int, *, victim: int) -> None:
 
     clock = SimpleNamespace(time=lambda: time.time() + 120, perf_counter=time.perf_counter)
     loop.time = clock  # type: ignore[attr-defined]
+
+
+def signalled_in(rank: int, *, victim: int, module: str, name: str, call: int = 0) -> None:
+    """A signal comes to one rank in its call number ``call`` of ``module.name``."""
+    if rank != victim:
+        return
+    import importlib
+
+    room = importlib.import_module(module)
+    original = getattr(room, name)
+    calls = iter(range(1 << 30))
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*args, **kwargs)
+
+    setattr(room, name, signalled)

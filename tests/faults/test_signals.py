@@ -29,6 +29,10 @@ def wait_for_file(path: Path, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+def without(argv: list[str], *flags: str) -> list[str]:
+    return [word for word in argv if word.split("=")[0] not in flags]
+
+
 @pytest.mark.parametrize("more", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_signal_during_a_save(tmp_path: Path, more: tuple[str, ...]) -> None:
     marker = tmp_path / "saving"
@@ -47,15 +51,65 @@ def test_a_signal_during_a_save(tmp_path: Path, more: tuple[str, ...]) -> None:
     assert numbers(tmp_path, "run") == numbers(tmp_path, "whole")
 
 
+SCHEDULE = """
+stages:
+  - {seq_length: 32, train_iters: 3, rotary_base: 1.0e4}
+  - {seq_length: 64, train_iters: 3, rotary_base: 2.0e4, global_batch_size: 2}
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_signal_at_the_start_of_a_stage_leaves_before_its_first_step(
+    tmp_path: Path, stage: int
+) -> None:
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text(SCHEDULE)
+    more = (f"--context-schedule={schedule}", "--eval-interval=3", "--eval-iters=1")
+    hook = partial(
+        injection.signalled_in,
+        victim=1,
+        module="megatron.training.loop",
+        name="enter_stage",
+        call=stage,
+    )
+    argv = without(saving(tmp_path, "run", *more), "--train-iters", "--seq-length")
+    result = run_job(2, argv, hook=hook, timeout=60).check(99)
+    assert f"a signal came: leaving after iteration {3 * stage}" in result.output[0]
+    assert latest_iteration(tmp_path / "run")[0] == (3 if stage else None)
+    assert ("evaluation" in result.output[0]) == bool(stage)
+    run_job(2, argv, timeout=60).check()
+    argv = without(saving(tmp_path, "whole", *more), "--train-iters", "--seq-length")
+    run_job(2, argv, timeout=60).check()
+    assert numbers(tmp_path, "run") == numbers(tmp_path, "whole")
+
+
+def test_a_signal_saves_before_an_evaluation(tmp_path: Path) -> None:
+    """An evaluation may take longer than what a batch system gives between signal and end."""
+    argv = saving(tmp_path, "run", "--save-interval=2", "--eval-interval=2", "--eval-iters=1")
+    hook = partial(
+        injection.signalled_in,
+        victim=1,
+        module="megatron.training.loop",
+        name="train_step",
+        call=1,
+    )
+    text = run_job(2, argv, hook=hook, timeout=60).check(99).output[0]
+    saved, evaluated = text.index("checkpoint of iteration 2"), text.index("at iteration 2")
+    assert saved < evaluated < text.index("leaving after iteration 2")
+    assert text.count("checkpoint of iteration 2") == 1
+
+
 def test_a_signal_in_the_last_step_still_finishes(tmp_path: Path) -> None:
     """All is saved; the requeued job finds nothing to do and ends with 0."""
-    hook = partial(at_call, victim=1, action=injection.slow, first=10, last=11)
+    hook = partial(
+        injection.signalled_in,
+        victim=1,
+        module="megatron.training.loop",
+        name="train_step",
+        call=5,
+    )
     argv = saving(tmp_path, "run")
-    job = Job(2, argv, hook=hook)
-    job.wait_for("iteration      5/", seconds=60)
-    send(job, 1)
-    result = job.result(60)
-    assert result.codes in ([99, 99], [0, 0]), result.text
+    run_job(2, argv, hook=hook, timeout=60).check(99)
     assert latest_iteration(tmp_path / "run") == (6, None)
     assert "nothing to do" in run_job(2, argv, timeout=60).check().output[0]
 

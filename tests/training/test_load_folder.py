@@ -48,6 +48,17 @@ def test_a_folder_without_checkpoints_is_refused_unless_the_run_saves_there(tmp_
     refuse_missing_checkpoint(CheckpointConfig())
 
 
+def test_what_makes_a_checkpoint_not_whole_is_named(tmp_path: Path) -> None:
+    folder = iteration_folder(checkpoints(tmp_path), 60)
+    folder.mkdir()
+    (folder / "a.distcp").write_bytes(b"1234")
+    write_checksums(folder, {"a.distcp": (0, 5), "b.distcp": (0, 5)})
+    for options in ({"ckpt_step": 60}, {"finetune": True}, {}):
+        text = refused(load=tmp_path, **options)
+        assert "a.distcp has 4 bytes instead of 5, and 1 more" in text
+    assert "a.distcp" not in refused(load=tmp_path, ckpt_step=61)
+
+
 def test_a_folder_that_cannot_be_listed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
