@@ -425,7 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-speed", action="store_true", help="leave the timings out")
     parser.add_argument("--rounds", type=int, default=7, help="alternated runs per median")
     parser.add_argument("--ranks", type=int, default=2, help="ring size, and cores used")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float64"), help="of q, k, v"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the packings and of the sample")
     parser.add_argument("--no-peers", action="store_true", help="time no other rings")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory table out")

@@ -157,10 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="processes that save together")
     parser.add_argument("--megabytes", type=int, default=512, help="tensors a rank holds")
     parser.add_argument("--threads", type=int, default=1, help="threads a rank")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="saves and loads per median")
     parser.add_argument("--folder", help="where to write; default: the system's temporary folder")
     parser.add_argument("--json", help="file for the figures")
     return parser

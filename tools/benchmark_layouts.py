@@ -444,10 +444,14 @@ def _parser() -> Parser:
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every trial")
     parser.add_argument("--stage", type=int, help="of the context schedule, from 1 (default: last)")
-    parser.add_argument("--layouts", nargs="+", default=CP_LAYOUTS, choices=CP_LAYOUTS)
+    parser.add_argument(
+        "--layouts", nargs="+", default=CP_LAYOUTS, choices=CP_LAYOUTS,
+        help="values of --cp-layout to try (default: all)",
+    )  # fmt: skip
     parser.add_argument(
         "--comm-types", nargs="+", default=None,
         choices=("p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather"),
+        help="values of --cp-comm-type to try (default: all that the split admits)",
     )  # fmt: skip
     parser.add_argument("--output", help="PNG to draw")
     parser.add_argument("--json", help="file for the table's numbers")

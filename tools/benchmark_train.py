@@ -242,16 +242,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[512, 32000])
+    parser.add_argument(
+        "--vocab-sizes", type=int, nargs="+", default=[512, 32000], help="a table for each"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="steps of each that count")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--kv-heads", type=int, default=6)
-    parser.add_argument("--ffn", type=int, default=1024)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--layers", type=int, default=6, help="transformer layers")
+    parser.add_argument("--hidden", type=int, default=384, help="width of the residual stream")
+    parser.add_argument("--heads", type=int, default=6, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=6, help="key/value heads")
+    parser.add_argument("--ffn", type=int, default=1024, help="width of the MLP")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
+    )
     args = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
     print(f"{time.strftime('%Y-%m-%d')}, {cores} cores, torch {torch.__version__}, {args.dtype}")

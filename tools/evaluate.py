@@ -163,14 +163,17 @@ def _parser() -> Parser:
     add("--output", required=True, metavar="DIR", help="Folder for tables and pictures.")
     add("--rotary-base", type=float, metavar="T", help="Theta instead of the checkpoint's.")
     add("--title", default="", help="Of the pictures.")
-    add("--no-position-loss", action="store_true")
+    add("--no-position-loss", action="store_true", help="Leave the loss by position out.")
     add("--data-path", nargs="+", metavar="P", help="Held-out documents; all of them.")
     add("--length", type=int, metavar="L", help="Positions. Default: the stage's length.")
     add("--documents", type=int, default=64, metavar="N", help="At most this many documents.")
     add("--buckets", type=int, default=16, metavar="N", help="Buckets of positions.")
-    add("--no-passkey", action="store_true")
+    add("--no-passkey", action="store_true", help="Leave the passkeys out.")
     add("--passkey-lengths", type=int, nargs="+", metavar="L", help="Default: the stage's.")
-    add("--passkey-depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    add(
+        "--passkey-depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="D",
+        help="Where in the text the key stands: 0 at its start, 1 at its end.",
+    )  # fmt: skip
     add("--passkey-trials", type=int, default=20, metavar="N", help="Trials of a cell.")
     add("--seed", type=int, default=0, help="Of the passkeys.")
     return parser

@@ -30,7 +30,9 @@ def main() -> int:
     if args.tokenizer_type:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     elif args.show or args.documents:
-        raise ValueError("--show and --documents need --tokenizer-type to decode with")
+        raise ValueError(
+            "--show and --documents need a tokenizer to decode with; give --tokenizer-type"
+        )
     size = tokenizer.vocab_size if tokenizer else args.vocab_size
     lengths = {}
     for prefix in args.input:

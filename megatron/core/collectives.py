@@ -68,7 +68,11 @@ def all_reduce(x: torch.Tensor, group: Group, reduce_dtype: torch.dtype | None =
 
 
 def all_gather(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """Concatenation of the ranks' tensors along ``dim`` (no autograd)."""
+    """Concatenation of the ranks' tensors along ``dim`` (no autograd).
+
+    Raises:
+        ValueError: for a scalar.
+    """
     parts = group_size(group)
     if parts == 1:
         return x

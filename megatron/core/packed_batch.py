@@ -11,7 +11,6 @@ Cost: 28 bytes a local token and 4 bytes a document. There is no mask of S x S.
 """
 
 import dataclasses
-import hashlib
 from typing import Any
 
 import torch
@@ -71,16 +70,3 @@ class PackedBatch:
     def num_loss_tokens(self) -> torch.Tensor:
         """int64 scalar on the batch's device: how many of its positions have a loss."""
         return (self.labels != IGNORE_INDEX).sum()
-
-    @property
-    def batch_hash(self) -> int:
-        """63-bit hash of the rows: which they are, what fills them and how they are divided.
-
-        It doesn't depend on the rank's share of a row: ranks of one context-parallel group
-        that disagree have read different data.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(repr((self.seq_length, self.sample_ids, self.row_hashes)).encode())
-        for bounds in self.cu_seqlens:
-            digest.update(bounds.numpy().tobytes())
-        return int.from_bytes(digest.digest(), "little") >> 1

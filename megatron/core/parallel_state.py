@@ -280,7 +280,11 @@ _installed: list[ParallelState] = []
 
 
 def install(state: ParallelState) -> None:
-    """Make ``state`` the one that the getters below read."""
+    """Make ``state`` the one that the getters below read.
+
+    Raises:
+        ValueError: if there is one already.
+    """
     if _installed:
         raise ValueError(
             "model parallel is already initialized; call destroy_model_parallel() first"

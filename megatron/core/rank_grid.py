@@ -116,8 +116,8 @@ class RankGrid:
         members = _PLANES.get(axis, (axis,))
         places = [_ARRAY_AXES.index(name) for name in members]
         last = list(range(len(shape) - len(places), len(shape)))
-        rows = np.moveaxis(ranks, places, last).reshape(-1, self.size(axis))
-        return rows[np.argsort(rows[:, 0], kind="stable")]
+        # The axes left in front keep their order, slowest first, so rows come by lowest rank.
+        return np.moveaxis(ranks, places, last).reshape(-1, self.size(axis))
 
     def group_of(self, axis: str, rank: int) -> list[int]:
         """The group of ``axis`` that holds global ``rank``."""

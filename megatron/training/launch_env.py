@@ -48,6 +48,9 @@ def first_host(node_list: str) -> str:
 
     ``scontrol show hostnames`` is asked where it exists (it knows every form); the usual
     forms are understood without it.
+
+    Raises:
+        ValueError: for a list that names no host.
     """
     if shutil.which("scontrol"):
         answer = subprocess.run(

@@ -1,6 +1,6 @@
 """The training loop: steps, stages, evaluations, saves, and every reason to stop.
 
-After each step all ranks agree (one all-reduce of four numbers) whether to stop or save, so a
+After each step all ranks agree (one all-reduce of three numbers) whether to stop or save, so a
 signal to one rank, or a failed background save on one, acts on all of them at the same step.
 """
 

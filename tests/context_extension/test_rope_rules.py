@@ -95,6 +95,22 @@ def test_yarn_options(truncate, fast, slow):
     assert factor == pytest.approx(0.1 * math.log(16) + 1)
 
 
+def test_yarn_of_a_length_below_one_turn_divides_all_but_the_first_pair():
+    """Both ends of the ramp are pair 0; without a width the ramp would be 0 / 0 there."""
+    scaling = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 6}
+    got, _ = rope_inv_freq(64, 1e4, scaling)
+    plain, _ = rope_inv_freq(64, 1e4)
+    torch.testing.assert_close(got[1:], plain[1:] / 4, rtol=1e-15, atol=0)
+    assert got[0] == plain[0] == 1.0
+
+
+def test_a_context_that_shrinks_has_no_attention_factor():
+    """As Hugging Face's rules: the logarithm of a factor below 1 would be negative."""
+    lengths = {"original_max_position_embeddings": 4096, "max_position_embeddings": 1024}
+    assert rope_inv_freq(64, 1e4, {"rope_type": "yarn", **lengths})[1] == 1.0
+    assert rope_inv_freq(16, 1e4, longrope(**lengths), 1024)[1] == 1.0
+
+
 def test_yarn_mscale_is_a_ratio_and_factor_follows_from_the_lengths():
     base = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     equal = rope_inv_freq(64, 1e4, base | {"mscale": 1.0, "mscale_all_dim": 1.0})

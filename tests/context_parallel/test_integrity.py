@@ -15,7 +15,7 @@ from megatron.core.context_parallel import (
     prepare_attention,
 )
 from megatron.core.context_parallel.channel import Pending
-from megatron.core.context_parallel.integrity import checksum, seal
+from megatron.core.context_parallel.integrity import Audit, checksum, seal
 from tests.utils.ranks import run_ranks
 from tools.attention_grid import make_groups
 
@@ -167,6 +167,27 @@ def test_different_batches_stop_every_rank() -> None:
         assert "sample_ids of ranks [2] differs from that of rank 0" in message
         assert "iteration 12" in message
     check_same_batch({"x": 1}, None, iteration=1)
+
+
+def test_a_stamp_says_when_where_and_which() -> None:
+    """A buffer sent again from an earlier step has the same contents: its stamp tells."""
+    audit = Audit(3, 1, "forward")
+    stamps = [
+        audit.stamp("keys", 1),
+        audit.stamp("keys", 2),
+        audit.stamp("gradients", 1),
+        Audit(4, 1, "forward").stamp("keys", 1),
+        Audit(3, 2, "forward").stamp("keys", 1),
+        Audit(3, 1, "backward").stamp("keys", 1),
+    ]
+    assert len(set(stamps)) == 6
+    assert Audit(3, 1, "forward").stamp("keys", 1) == stamps[0], "the same on both sides"
+    assert [audit.next_number(), audit.next_number()] == [1, 2]
+    payload = torch.arange(6.0)
+    audit.compare(payload, seal(payload, stamps[0]), stamps[0], peer=5, what="keys")
+    assert audit.faults == []
+    audit.compare(payload, seal(payload, stamps[3]), stamps[0], peer=5, what="keys")
+    assert audit.faults == [(5, "keys")]
 
 
 def attend_alone() -> float:

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.config.parallel import CP_LAYOUTS, layout_multiple
 from megatron.core.context_parallel import make_layout
+from megatron.core.context_parallel.documents import normalize_cu_seqlens
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (8, 1), (1, 4), (5, 3)]
 
@@ -140,6 +141,8 @@ def test_other_refusals():
 
 
 def test_empty_documents_change_nothing():
+    assert normalize_cu_seqlens([0, 0, 40, 40, 40, 64, 64], 64).tolist() == [0, 40, 64]
+    assert normalize_cu_seqlens(None, 64).tolist() == [0, 64]
     plain = make_layout("balanced", 64, 4, 1, [0, 40, 64])
     assert plain == make_layout("balanced", 64, 4, 1, [0, 0, 40, 40, 40, 64])
 

@@ -80,4 +80,8 @@ def test_weight_of_nothing_is_zero() -> None:
 def test_delta() -> None:
     grad, out = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     assert torch.allclose(row_delta(grad, out), (grad * out).sum(-1))
-    assert row_delta(grad.bfloat16(), out.bfloat16()).dtype == torch.float32
+    half = row_delta(grad.bfloat16(), out.bfloat16())
+    assert half.dtype == torch.float32
+    # Products of bfloat16 are exact in float32; rounded to bfloat16 they would be off by 2^-9.
+    exact = (grad.bfloat16().double() * out.bfloat16().double()).sum(-1)
+    assert torch.allclose(half.double(), exact, rtol=0, atol=1e-6)

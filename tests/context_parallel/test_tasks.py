@@ -8,11 +8,7 @@ import pytest
 
 from megatron.core.config.parallel import layout_multiple
 from megatron.core.context_parallel.layout import make_layout
-from megatron.core.context_parallel.tasks import (
-    needed_rows,
-    rank_tasks,
-    split_band,
-)
+from megatron.core.context_parallel.tasks import Task, rank_tasks, split_band
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -82,7 +78,7 @@ def check_case(kind, seq_length, ring, ulysses, cu_seqlens, window, causal):
             assert np.array_equal(got, want.astype(int)), (rank, source, list(table))
             assert table.pairs == want.sum()
             seen = np.zeros(want.shape[1], dtype=bool)
-            for first, last in needed_rows(tables)[source]:
+            for first, last in table.key_rows():
                 seen[first:last] = True
             assert np.array_equal(seen, want.any(axis=0))
             for task in table:
@@ -115,6 +111,26 @@ def check_split(task, tile):
         check_normal(piece)
         if not (piece.is_full or piece.is_causal):
             assert piece.q_len <= tile and piece.k_len <= tile + width
+
+
+def test_a_window_is_a_masked_tile_a_rectangle_and_a_causal_square_per_block():
+    """The near edge needs no mask: kernels know a causal square by themselves."""
+    pieces = split_band(Task(0, 1024, 0, 1024, 0, 511), 256)
+    last = [piece for piece in pieces if piece.q_start == 768]
+    kinds = ["full" if p.is_full else "causal" if p.is_causal else "masked" for p in last]
+    assert kinds == ["masked", "full", "causal"]
+    assert [(p.k_start, p.k_end) for p in last] == [(257, 512), (512, 768), (768, 1024)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_any_length_on_two_ranks(kind):
+    """Fault 6: boundaries divided by the number of ranks lose the last token of odd lengths."""
+    check_case(kind, 12, 2, 1, [0, 7, 12], None, True)
+    for first in range(1, 18):
+        for second in (1, 5, 12):
+            seq_length = -(-(first + second) // 4) * 4
+            bounds = sorted({0, first, first + second, seq_length})
+            check_case(kind, seq_length, 2, 1, bounds, None, True)
 
 
 def test_random_cases_equal_the_dense_mask():

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.context_parallel.layout import make_layout
 from megatron.core.context_parallel.prefix import band_pairs, visible_before
-from megatron.core.context_parallel.tasks import needed_rows, rank_tasks
+from megatron.core.context_parallel.tasks import rank_tasks
 from megatron.core.context_parallel.work import pair_matrix, remote_rows
 from tests.context_parallel.test_tasks import dense_mask, random_case
 
@@ -19,10 +19,10 @@ def check_counts(kind, seq_length, ring, ulysses, cu_seqlens, window, causal):
     for rank in range(ring):
         tables = rank_tasks(layout, rank, cu_seqlens, window=window, causal=causal)
         pairs[rank] = [table.pairs for table in tables]
-        for source, runs in enumerate(needed_rows(tables)):
+        for source, table in enumerate(tables):
             if source != rank:
-                fetched[rank] += np.diff(runs).sum()
-                served[source] += np.diff(runs).sum()
+                fetched[rank] += np.diff(table.key_rows()).sum()
+                served[source] += np.diff(table.key_rows()).sum()
     assert np.array_equal(pair_matrix(layout, cu_seqlens, window=window, causal=causal), pairs)
     got = remote_rows(layout, cu_seqlens, window=window, causal=causal)
     assert np.array_equal(got[0], fetched) and np.array_equal(got[1], served)

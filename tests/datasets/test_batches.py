@@ -207,7 +207,7 @@ def test_rows_are_the_same_on_every_layout(packing: str, tmp_path: Path) -> None
                 batches = [loader.next_step() for loader in loaders]
                 for m, shards in enumerate(zip(*batches)):
                     # Every rank of a replica has read the same rows; and says so.
-                    assert len({b.batch_hash for b in shards}) == 1
+                    assert len({tuple(b.row_hashes) for b in shards}) == 1
                     assert shards[0].sample_ids == shards[-1].sample_ids
                     first = (m * dp + d) * micro
                     local = [i % 12 for i in shards[0].sample_ids]
@@ -235,13 +235,24 @@ def test_a_rank_that_read_other_rows_is_told_by_its_hash(tmp_path: Path) -> None
     loader, ahead = loader_of(source), loader_of(source)
     ahead.next_step()
     mine, other = loader.next_step()[0], ahead.next_step()[0]
-    assert mine.batch_hash != other.batch_hash
+    assert mine.row_hashes != other.row_hashes
     # Same rows by number and boundaries, but from a corpus with other contents.
     (tmp_path / "other").mkdir()
     path = write_corpus(tmp_path / "other" / "c0", [5, 9, 30, 1, 2, 17], first_id=1)
     changed = build_document_source([str(path)], seed=1)
     assert changed is not None
     assert loader_of(changed).next_step()[0].row_hashes != mine.row_hashes
+
+
+def test_a_rows_hash_depends_on_the_corpus_and_the_place_in_the_document(tmp_path: Path) -> None:
+    """One document a corpus, cut into equal rows: number and length are those of all others."""
+    hashes = []
+    for first_id in (0, 1):
+        path = write_corpus(tmp_path / str(first_id), [64], first_id=first_id)
+        source = build_document_source([str(path)])
+        assert source is not None
+        hashes += [batch.row_hashes[0] for batch in loader_of(source).next_step()]
+    assert len(set(hashes)) == 8
 
 
 def test_ids_outside_the_vocabulary_name_their_document(tmp_path: Path) -> None:
@@ -257,6 +268,27 @@ def test_ids_outside_the_vocabulary_name_their_document(tmp_path: Path) -> None:
                 for _ in range(10):
                     loader.next_step()
         loader.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "document", "words"),
+    [
+        # The rank's last label is the bad token, which another rank reads.
+        ("contiguous", 0, 0, "token 32 of document 0 is id 70000"),
+        ("striped", 1, 0, "token 32 of document 0 is id 70000"),
+        ("contiguous", 0, 1, "token 1 of document 1 is id -7"),
+        ("striped", 1, 1, "token 1 of document 1 is id -7"),
+    ],
+)
+def test_labels_and_negative_ids_are_checked_too(
+    kind: str, rank: int, document: int, words: str, tmp_path: Path
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
+        builder.add_document([1] * 32 + [70000] + [2] * 31)
+        builder.add_document([1, -7] + [2] * 62)
+    reader = RowReader([IndexedCorpus(str(tmp_path / "d"))], vocab_size=50257)
+    with pytest.raises(DatasetError, match=f"{words}, outside the vocabulary of 50257"):
+        reader.read(fragments((document, 0, 64, True)), shares(kind, 64, 2)[rank], 64)
 
 
 @pytest.mark.parametrize(

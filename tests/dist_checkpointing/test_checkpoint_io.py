@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointSaver,
+    SaveFolder,
     checkpoint_io,
     choose_checkpoint,
     directory,
@@ -80,7 +82,7 @@ def save_then_load(rank: int, world: int, root: str, source: int, target: int) -
     group = dist.new_group(backend="gloo")
     tensors = placed(*LAYOUTS[source])
     folder = write_checkpoint(
-        Path(root), 5, make_pieces(tensors.items(), ROWS), {"iteration": 5}, group=group
+        SaveFolder(Path(root)), 5, make_pieces(tensors.items(), ROWS), {"iteration": 5}, group=group
     )
     verify_checkpoint(folder, group=group)
     stored = read_listing(folder, group=group).state_dict_metadata
@@ -110,7 +112,8 @@ def write_one(rank: int, world: int, root: str, iteration: int = 1, keep: int = 
         placed(*LAYOUTS[1]).items() if world == 4 else full_tensors().items(), ROWS
     )
     state = {"iteration": iteration}
-    write_checkpoint(Path(root), iteration, pieces, state, group=group, keep=keep)
+    target = SaveFolder(Path(root), keep=keep)
+    write_checkpoint(target, iteration, pieces, state, group=group)
 
 
 def test_files_and_pointer(tmp_path: Path) -> None:
@@ -241,17 +244,23 @@ def test_a_full_disk_on_one_rank_reaches_all(tmp_path: Path) -> None:
 
 
 def no_room(rank: int, world: int, root: str) -> None:
-    directory.shutil.disk_usage = lambda path: os.terminal_size((0, 0)) and _Usage()  # type: ignore
-    with pytest.raises(CheckpointError, match="GB free"):
-        write_one(rank, world, root, 2)
-
-
-class _Usage:
-    free = 10
+    """Stored bytes: the vocabulary without padding, and chunks of several ranks once."""
+    needed = VOCAB * 6 * 8 + (70 + 5 + 1) * 4 + checkpoint_io.SPACE_RESERVE
+    with pytest.MonkeyPatch.context() as patch:
+        for free in (needed - 1, needed):
+            usage = SimpleNamespace(free=free)
+            patch.setattr(directory.shutil, "disk_usage", lambda path, usage=usage: usage)
+            if free < needed:
+                with pytest.raises(CheckpointError, match="GB free"):
+                    write_one(rank, world, root, 2)
+                assert latest_iteration(Path(root)) == (None, None)
+            else:
+                write_one(rank, world, root, 2)
 
 
 def test_space_is_checked_before_a_save(tmp_path: Path) -> None:
-    run_ranks(2, no_room, str(tmp_path))
+    run_ranks(4, no_room, str(tmp_path))
+    assert latest_iteration(tmp_path) == (2, None)
 
 
 def background(rank: int, world: int, root: str) -> None:

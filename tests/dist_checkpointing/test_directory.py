@@ -5,11 +5,12 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import directory, owner
+from megatron.core.dist_checkpointing import checkpoint_io, directory, owner
 from megatron.core.dist_checkpointing.directory import (
     CHECKSUM_FILE,
     POINTER,
@@ -195,6 +196,46 @@ def test_a_folder_without_its_checksums_is_no_checkpoint(tmp_path: Path) -> None
     checkpoints(tmp_path, 2, 4)
     (iteration_folder(tmp_path, 4) / CHECKSUM_FILE).unlink()
     assert complete_iterations(tmp_path) == [2]
+
+
+def test_the_pointer_moves_when_the_checkpoint_has_its_name_and_before_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = checkpoints(tmp_path, 2)
+    run, _ = owner.take(root, run_of("mine"))
+    saving = directory.saving_folder(root, 4, run.token)
+    saving.mkdir()
+    (saving / "data").write_bytes(b"data")
+    pointed = {}
+
+    def noted(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            pointed[name] = latest_iteration(root)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("publish", "add_to_past", "prune"):
+        monkeypatch.setattr(directory, name, noted(name, getattr(directory, name)))
+    files = {"data": directory.file_crc32(saving / "data")}
+    checkpoint_io._complete(
+        saving, 4, {"iteration": 4}, files, keep=1, run=run, progress=lambda: None
+    )
+    assert pointed == {"publish": (2, None), "add_to_past": (2, None), "prune": (4, None)}
+    assert complete_iterations(root) == [4] and latest_iteration(root) == (4, None)
+
+
+def test_a_file_that_grew_or_changed_is_named(tmp_path: Path) -> None:
+    """A longer file is no whole checkpoint; one of the same size shows in its checksum alone."""
+    folder = iteration_folder(checkpoints(tmp_path, 2), 2)
+    assert directory.damaged_files(folder, ["data"]) == []
+    (folder / "data").write_bytes(b"dota")
+    assert directory.is_complete(folder), "contents are not read for this"
+    (problem,) = directory.damaged_files(folder, ["data"])
+    assert problem.startswith(f"{folder / 'data'} has crc32 ")
+    (folder / "data").write_bytes(b"data and more")
+    assert directory.missing_parts(folder) == [f"{folder / 'data'} has 13 bytes instead of 4"]
+    assert directory.damaged_files(folder, ["data"]) == directory.missing_parts(folder)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    SaveFolder,
     iteration_folder,
     make_pieces,
     read_pieces,
@@ -42,7 +43,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def save(rank: int, world: int, root: str) -> None:
     group = dist.new_group(backend="gloo")
-    write_checkpoint(Path(root), 1, make_pieces(tensors().items(), {}), {}, group=group)
+    write_checkpoint(SaveFolder(Path(root)), 1, make_pieces(tensors().items(), {}), {}, group=group)
 
 
 @pytest.fixture(scope="module")

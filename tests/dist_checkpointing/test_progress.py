@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
+    SaveFolder,
     make_pieces,
     read_pieces,
     storage,
@@ -32,7 +33,7 @@ def count(rank: int, world: int, root: str) -> tuple[int, int, int, int]:
         patch.setattr(os, "fdatasync", lambda file: (flushes.append(file), original(file)))
         tensors = {f"t{i}": torch.arange(VALUES, dtype=torch.int32) + i for i in range(2)}
         folder = write_checkpoint(
-            Path(root),
+            SaveFolder(Path(root)),
             1,
             make_pieces(tensors.items(), {}),
             {},
@@ -61,10 +62,8 @@ def count_removals(rank: int, world: int, root: str) -> list[int]:
         if iteration == 4:
             (Path(root) / ".saving_iter_0000009.gone").mkdir()
         pieces = make_pieces([("t", torch.zeros(4))], {})
-        keep = 1 if iteration == 4 else 0
-        write_checkpoint(
-            Path(root), iteration, pieces, {}, group=group, keep=keep, progress=progress
-        )
+        target = SaveFolder(Path(root), keep=1 if iteration == 4 else 0)
+        write_checkpoint(target, iteration, pieces, {}, group=group, progress=progress)
     return calls
 
 

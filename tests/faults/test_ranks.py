@@ -1,5 +1,6 @@
 """A rank that hangs, freezes, dies, raises or was started wrongly: all end, and name it."""
 
+import re
 import shutil
 import time
 from functools import partial
@@ -166,3 +167,7 @@ def test_another_data_file_on_one_rank(tmp_path: Path, what: str) -> None:
         # It never came to the rendezvous: it says why, the others say that it didn't.
         assert "rank 2: " in result.errors[2] and "corpus.bin" in result.errors[2], result.text
         assert "the ranks did not meet" in error
+        who = r"rank 0 of 3, local rank 0, rendezvous 127\.0\.0\.1:(\d+) "
+        match = re.search(who, error)
+        assert match, error
+        assert f"all 3 ranks were started and that 127.0.0.1 answers on port {match[1]}" in error

@@ -39,6 +39,14 @@ def test_each_kind_drops(only: str) -> None:
     assert not torch.equal(_step(KEY, **other)[0], without)
 
 
+def test_context_ranks_share_the_mask_of_attention() -> None:
+    """Keys travel between them: a pair of positions is dropped whoever computes it."""
+    alone = {"hidden_dropout": 0.0}
+    loss, _ = _step(KEY, **alone)
+    assert torch.equal(_step(KEY.at(cp=1), **alone)[0], loss)
+    assert not torch.equal(_step(KEY.at(dp=1), **alone)[0], loss)
+
+
 @pytest.mark.parametrize("name", list(KINDS))
 def test_recompute_draws_the_same_masks(name: str) -> None:
     chunk = {"mlp_chunk_size": KINDS[name].get("mlp_chunk_size", 0)}

@@ -8,7 +8,6 @@ import torch
 
 from megatron.core.context_parallel import make_layout
 from megatron.core.models.gpt import GPTModel, prepare_batch
-from megatron.core.models.gpt.gpt_model import rope_scaling
 from megatron.core.packed_batch import IGNORE_INDEX, PackedBatch
 from tests.models.helpers import (
     assert_close,
@@ -109,12 +108,12 @@ def test_new_theta_takes_full_effect_and_is_never_saved() -> None:
 
 
 def test_rope_rule_of_the_flags() -> None:
-    assert rope_scaling(small_config()) is None
+    assert small_config().rope_scaling is None
     config = small_config(
         rope_scaling_type="yarn", rope_scaling_factor=4.0, max_position_embeddings=64
     )
     wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert rope_scaling(config) == wanted
+    assert config.rope_scaling == wanted
     batch, plain = whole_batch([[40]]), GPTModel(small_config())
     plain.set_rope(10000.0, wanted)
     assert torch.equal(GPTModel(config).logits(batch), plain.logits(batch))

@@ -30,6 +30,7 @@ def test_groups_partition_the_world_and_agree_with_coordinates(sizes):
         rows = grid.groups(axis)
         assert sorted(rows.ravel().tolist()) == list(range(grid.world_size))
         assert rows.shape[1] == grid.size(axis)
+        assert (np.diff(rows[:, 0]) > 0).all(), "one order on every rank: by lowest rank"
         for row in rows.tolist():
             assert row == sorted(row)
             for index, rank in enumerate(row):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import ActivationShape, layer_ids, make_runner
 from megatron.core.pipeline_parallel.runner import PipelineRunner, SingleStageRunner
+from pretrain_gpt import loss_provider
 from tests.distributed.toy import HIDDEN, Toy, batch_of, full_tensor, rows
 from tests.utils.ranks import run_ranks
 
@@ -103,6 +104,29 @@ def test_accumulation_counts_tokens_not_micro_batches():
     assert abs(results[0][0] - results[1][0]) <= 1e-13 * results[0][0]
     for name, grad in results[0][1].items():
         assert (grad - results[1][1][name]).abs().max() <= 1e-13 * grad.abs().max()
+
+
+class _LabelsAsLosses(torch.nn.Module):
+    """Each token's loss is its label, times a weight of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x, batch, *, dropout_key=None):
+        return (self.weight * batch.labels[batch.labels != -100]).sum()
+
+
+def test_the_mean_of_one_token_of_loss_1_and_three_of_loss_3_is_2_and_a_half():
+    """Fault 14: the mean of the micro-batches' means would be 2."""
+    batches = [
+        batch_of(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([labels]))
+        for labels in ([1, -100, -100, -100], [3, 3, 3, -100])
+    ]
+    model = _LabelsAsLosses()
+    scale = loss_provider(sum(int(batch.num_loss_tokens) for batch in batches))
+    loss = SingleStageRunner(model, torch.device("cpu")).run(batches, scale) * scale
+    assert loss.item() == 2.5 and model.weight.grad.item() == 2.5
 
 
 class _Recorder(torch.nn.Module):

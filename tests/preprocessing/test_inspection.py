@@ -87,7 +87,7 @@ def test_command(prefix: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--vocab-size", "100"], "ids 32..122 are not all inside the vocabulary of 100"),
-        (["--show", "1"], "need --tokenizer-type"),
+        (["--show", "1"], "give --tokenizer-type"),
         (["--tokenizer-type", "ByteTokenizer", "--documents", "3"], "must be in 0..2"),
     ],
 )

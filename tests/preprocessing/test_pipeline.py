@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from megatron.core.datasets import IndexedDataset
 from megatron.core.datasets.preprocessing import pipeline
-from megatron.core.datasets.preprocessing.records import CorpusError
+from megatron.core.datasets.preprocessing.encoder import Encoder, EncoderSettings
+from megatron.core.datasets.preprocessing.records import CorpusError, Record
 from tests.preprocessing.corpora import (
     BYTES,
     documents,
@@ -144,6 +146,34 @@ def test_type_from_the_largest_possible_id(size: int, dtype: str, tmp_path: Path
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert (report.dtype, dataset.dtype) == (dtype, np.dtype(dtype))
     assert [list(ids) for ids in dataset[:]] == [[1, 2, 3], [size - 1]]
+
+
+class Overflowing:
+    """A tokenizer whose ids don't keep to its vocabulary."""
+
+    name, vocab_size, eod, losses = "Overflowing", 70, None, ("no text comes back",)
+
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array([int(word) for word in text.split()]) for text in texts]
+
+
+class Given:
+    """A unit of texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def records(self, keys: tuple[str, ...]) -> Iterator[Record]:
+        for index, text in enumerate(self.texts):
+            yield Record(index, (text,))
+
+
+@pytest.mark.parametrize(("text", "bad"), [("3 70", "70"), ("3 -2 5", "-2"), ("-1 99", "-1")])
+def test_ids_beyond_the_vocabulary_are_never_written(text: str, bad: str) -> None:
+    encoder = Encoder(Overflowing, EncoderSettings())
+    assert encoder(Given("0 69", "5")).tokens[0].tolist() == [0, 69, 5]
+    with pytest.raises(ValueError, match=f"gave id {bad}, outside its vocabulary of 70"):
+        encoder(Given("1", text))
 
 
 def test_odd_characters(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_records_are_each_in_one_part(size: int, records: int, cuts: list[int]) 
     assert place == records
 
 
+def test_a_record_belongs_where_its_first_byte_lies() -> None:
+    """Four records of ten bytes start at 0, 2.5, 5 and 7.5."""
+    assert records_between(0, 10, 10, 4) == (0, 4)
+    assert records_between(1, 5, 10, 4) == (1, 2)
+    assert records_between(3, 5, 10, 4) == (2, 2)
+    assert records_between(5, 8, 10, 4) == (2, 4)
+
+
 def _everything(folder: Path, seed: int) -> list[str]:
     """Inputs of all formats, some empty, in random sizes."""
     draw = random.Random(seed)

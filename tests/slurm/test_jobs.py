@@ -118,6 +118,7 @@ def test_training_is_requeued_and_resumes(cluster: Cluster, corpus: Path, tmp_pa
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    # fp32 sums of four ranks come in another order; Adam makes steps of the difference.
     for here, there in zip(read_metrics(str(metrics)), read_metrics(str(alone)), strict=True):
         assert here["lm_loss"] == pytest.approx(there["lm_loss"], rel=1e-4)
         assert here["consumed_tokens"] == there["consumed_tokens"]

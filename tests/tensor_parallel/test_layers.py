@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core import collectives
+from megatron.core.config import ModelConfig
 from megatron.core.distributed import finalize_gradients
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -17,7 +18,6 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
-    padded_vocab_size,
 )
 from tests.tensor_parallel.tiny import HIDDEN, VOCAB, Tiny, batch
 from tests.utils.ranks import run_ranks
@@ -194,10 +194,9 @@ def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
     assert embedding(ids[:, :0]).shape == (0, 1, HIDDEN)
 
 
-def test_padded_vocab_size_ignores_tp() -> None:
-    assert [padded_vocab_size(v, 128) for v in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
-    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 0"):
-        padded_vocab_size(5, 0)
+def test_padded_vocabulary() -> None:
+    sizes = [ModelConfig(vocab_size=size).padded_vocab_size for size in (1, 128, 129, 50257)]
+    assert sizes == [128, 128, 256, 50304]
     with pytest.raises(ValueError, match="below --vocab-size 33"):
         VocabParallelEmbedding(33, 32, 8, TensorParallel(), name="embedding", std=1.0)
 

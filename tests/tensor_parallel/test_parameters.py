@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import (
     TensorParallel,
     initialization,
     local,
-    make_parameter,
 )
 from megatron.core.tensor_parallel.initialization import fill_shard
 from tests.tensor_parallel.tiny import Tiny
@@ -30,8 +29,9 @@ SHAPES = [(7,), (12, 8), (8, 4, 6), ()]
 
 
 def _make(shape: tuple[int, ...], **changes: object) -> torch.Tensor:
-    arguments: dict = {"init": NormalInit(0.02), "seed": 1, "dtype": torch.float32}
-    return make_parameter("layer.weight", shape, **(arguments | changes)).detach()
+    given: dict = {"init": NormalInit(0.02), "seed": 1, "name": "layer.weight"} | changes
+    init, name = given.pop("init"), given.pop("name")
+    return TensorParallel(**given).parameter(name, shape, init=init).detach()
 
 
 def test_values_are_fixed_for_ever() -> None:
@@ -46,8 +46,7 @@ def test_values_depend_on_seed_and_name_and_nothing_else() -> None:
     torch.manual_seed(0)
     assert torch.equal(values, _make((40, 50)))
     assert not torch.equal(values, _make((40, 50), seed=2))
-    other = make_parameter("layer.weight2", (40, 50), init=NormalInit(0.02), seed=1)
-    assert not torch.equal(values, other)
+    assert not torch.equal(values, _make((40, 50), name="layer.weight2"))
     for dtype in (torch.float64, torch.bfloat16):
         assert torch.equal(_make((40, 50), dtype=dtype), values.to(dtype))
     assert torch.equal(_make((4, 5), init=ConstantInit(2.5)), torch.full((4, 5), 2.5))
@@ -106,14 +105,8 @@ def _dtensors(rank: int, world: int) -> None:
             for dim in dims:
                 if dim is not None and shape[dim] % world:
                     continue
-                made = make_parameter(
-                    "layer.weight",
-                    shape,
-                    init=NormalInit(0.02),
-                    seed=1,
-                    tp_mesh=mesh,
-                    shard_dim=dim,
-                )
+                tp = TensorParallel(mesh, seed=1)
+                made = tp.parameter("layer.weight", shape, init=NormalInit(0.02), shard_dim=dim)
                 assert isinstance(made, DTensor) and made.requires_grad and made.is_leaf
                 assert made.shape == whole.shape and made.stride() == whole.stride()
                 tensor = made.to_local()

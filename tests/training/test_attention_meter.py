@@ -1,18 +1,31 @@
-"""Attention statistics in the metrics lines."""
+"""Attention statistics, FLOPs and tokens in the metrics lines."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.config import ModelConfig
 from megatron.core.context_parallel import make_layout
 from megatron.core.context_parallel.cost_model import measure
 from megatron.core.context_parallel.work import pair_matrix
+from megatron.core.models.gpt.flops import training_flops
 from megatron.training.attention_meter import AttentionMeter
 from megatron.training.metrics_file import read_metrics
 from tests.utils.corpus import write_corpus
 from tests.utils.jobs import TINY, run_job
 from tests.utils.ranks import run_ranks
+
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    swiglu=True,
+    vocab_size=97,
+)
+"""The model of ``TINY``."""
 
 
 def test_dense_ring_numbers(tmp_path: Path) -> None:
@@ -39,6 +52,11 @@ def test_dense_ring_numbers(tmp_path: Path) -> None:
         assert 0 < record["cp_exposed_wait_mean"] <= record["cp_exposed_wait"]
         assert record["cp_exposed_wait"] < record["iteration_time"]
         assert f"cp p2p balance {work.balance:.2f} | cp wait (ms)" in result.text
+        # Each row's tokens and pairs count once, although two ranks know of them.
+        flops = training_flops(MODEL, 8 * 64, 8 * 64 * 65 // 2)
+        seconds = record["iteration_time"]
+        assert record["tflops_per_device"] * 1e12 * 2 == pytest.approx(flops / seconds)
+        assert record["tokens_per_second"] == pytest.approx(8 * 64 / seconds)
 
 
 def test_data_parallel_work(tmp_path: Path) -> None:

@@ -168,6 +168,15 @@ def test_a_file_without_a_whole_line_becomes_empty(tmp_path: Path, text: str) ->
     assert path.read_text() == ""
 
 
+@pytest.mark.parametrize("torn", [0, 1, 4095, 4096, 4097, 10_000])
+def test_whole_lines_before_a_torn_one_stay(tmp_path: Path, torn: int) -> None:
+    """Whatever its length: the file is read backwards, block by block."""
+    path = tmp_path / "m.jsonl"
+    path.write_text("a\nbc\n" + "x" * torn)
+    assert cut_torn_line(path) == torn
+    assert path.read_text() == "a\nbc\n"
+
+
 class Sink:
     def __init__(self, fail: str) -> None:
         self.fail, self.seen = fail, []  # type: ignore[var-annotated]

@@ -1,6 +1,7 @@
 """The shape and arithmetic of the GPT model."""
 
 import dataclasses
+from typing import Any
 
 from megatron.core.config.flags import flag
 
@@ -128,6 +129,16 @@ class ModelConfig:
         if self.swiglu:
             return int((4 * self.hidden_size * 2 / 3) / 64) * 64
         return 4 * self.hidden_size
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """The scaling rule that the flags name, with Hugging Face's keys; None for plain RoPE."""
+        if self.rope_scaling_type is None:
+            return None
+        rule = {"rope_type": self.rope_scaling_type, "factor": self.rope_scaling_factor}
+        original = self.original_max_position_embeddings or self.max_position_embeddings
+        length = {} if original is None else {"original_max_position_embeddings": original}
+        return rule | length
 
     @property
     def padded_vocab_size(self) -> int:

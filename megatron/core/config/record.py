@@ -1,16 +1,16 @@
-"""A configuration as data: JSON and back, a hash, and the differences between two.
+"""A configuration as data: JSON and back, single values by name, and the differences between two.
 
-The JSON is saved with checkpoints and compared over ranks at start. It is canonical (sorted
-keys, tuples as lists), so equal configurations have equal texts and equal hashes.
+The JSON is saved with checkpoints. It is canonical (sorted keys, tuples as lists), so equal
+configurations have equal texts. Field names are unique over all sections, so a name is enough
+to say which value is meant.
 """
 
 import dataclasses
 import functools
-import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.run import RunConfig
@@ -80,11 +80,6 @@ def config_from_json(text: str) -> RunConfig:
     return replace_values(RunConfig(), values)
 
 
-def config_hash(config: RunConfig) -> str:
-    """A hash that is equal exactly for equal configurations (64 hexadecimal digits)."""
-    return hashlib.sha256(config_to_json(config).encode()).hexdigest()
-
-
 def diff(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Field name -> (old value, new value), for the fields that differ."""
     changed = {}
@@ -93,27 +88,6 @@ def diff(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
         if before != after:
             changed[name] = (before, after)
     return changed
-
-
-def rank_differences(configs: Sequence[RunConfig]) -> str | None:
-    """What to say when ranks were started with different configurations; None if all agree.
-
-    Args:
-        configs: the configuration of each rank, by rank.
-    """
-    first = configs[0]
-    lines = []
-    for rank, config in enumerate(configs):
-        for name, (at_zero, here) in diff(first, config).items():
-            flag = "--" + name.replace("_", "-")
-            lines.append(f"{flag} is {here!r} on rank {rank} but {at_zero!r} on rank 0")
-    if not lines:
-        return None
-    shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    return (
-        "ranks were started with different configurations; give all of them the same flags:\n"
-        + ("\n".join(f"  {line}" for line in shown))
-    )
 
 
 @functools.cache

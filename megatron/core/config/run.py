@@ -13,7 +13,7 @@ from megatron.core.config.training import TrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One dataclass per concern; what flags, checkpoints and hashes are made of."""
+    """One dataclass per concern; what flags and checkpoints are made of."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)

@@ -40,7 +40,11 @@ def rope_frequencies(
     scaling: Mapping[str, Any] | None = None,
     seq_length: int | None = None,
 ) -> tuple[list[float], float]:
-    """:func:`rope_inv_freq` as a list of Python floats, without torch: for checks before start."""
+    """:func:`rope_inv_freq` as a list of Python floats, without torch: for checks before start.
+
+    Raises:
+        ValueError: for a base, a mapping or a dimension that :func:`rope_inv_freq` refuses.
+    """
     theta = read_float(rotary_base)
     if not theta > 1:
         raise ValueError(f"--rotary-base {rotary_base} must be greater than 1; usual is 10000")

@@ -205,12 +205,6 @@ class ContextSchedule:
         done = min(iteration, stage.end_iteration) - stage.start_iteration
         return stage.start_tokens + done * stage.tokens_per_step
 
-    def iteration_at(self, consumed_tokens: int) -> int:
-        """Whole steps done after ``consumed_tokens`` tokens: the inverse of ``tokens_at``."""
-        stage = self.stage_at(consumed_tokens)
-        tokens = min(consumed_tokens, stage.end_tokens) - stage.start_tokens
-        return stage.start_iteration + tokens // stage.tokens_per_step
-
     def _find(self, done: int, ends: list[int], unit: str) -> Stage:
         if done < 0:
             raise ValueError(f"consumed {unit} {done} must be at least 0")

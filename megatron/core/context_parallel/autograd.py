@@ -26,7 +26,7 @@ gradient.
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ class KeptAttention:
 
 
 @dataclasses.dataclass
-class _Call:
-    """What one layer's call carries besides tensors."""
+class AttentionCall:
+    """What one layer's call carries besides tensors; see :meth:`AttentionPlan.__call__`."""
 
     plan: PlannedAttention
     batch: int
@@ -97,19 +97,20 @@ class _Call:
         return self.plan.split.expansion(self.plan.ulysses.rank)
 
 
+class _Saved(NamedTuple):
+    """What forward leaves for backward: head shards, or with a cell sequence shards but for lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def run_attention(
-    plan: PlannedAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layer_number: int | None,
-    dropout_seed: int | None,
-    kept: KeptAttention | None,
-    return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor | None]:
     """One differentiable call of a plan; see :meth:`AttentionPlan.__call__`."""
-    call = _Call(plan, q.shape[0], layer_number, dropout_seed, kept, return_lse)
     out, lse = _Attention.apply(q, k, v, call)
     return out, lse
 
@@ -119,7 +120,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         ctx.call = call
         kept = call.kept
@@ -130,8 +131,8 @@ class _Attention(torch.autograd.Function):
         else:
             out, returned, saved = _forward(call, q, k, v)
             if kept is not None:
-                kept.out, kept.lse, kept.returned_lse = out.detach(), saved[4], returned
-                saved = (q, k, v, out, saved[4])
+                kept.out, kept.lse, kept.returned_lse = out.detach(), saved.lse, returned
+                saved = _Saved(q, k, v, out, saved.lse)
             ctx.save_for_backward(*saved)
         if returned is not None:
             returned = returned.detach()
@@ -143,15 +144,14 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(ctx.call, grad_out, q, k, v, out, lse)
+        dq, dk, dv = _backward(ctx.call, grad_out, _Saved(*ctx.saved_tensors))
         return dq, dk, dv, None
 
 
 def _forward(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """(out, lse to return, tensors to save in head shards)."""
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None, _Saved]:
+    """(out, lse to return, what to save)."""
     plan, ulysses = call.plan, call.plan.ulysses
     with call.audited("forward") as audit:
         heads = ulysses.to_heads(((q, "query"), (k, "kv"), (v, "kv")), audit)
@@ -161,11 +161,11 @@ def _forward(
         parts = [(own_out, "query")] + ([(lse, "query")] if call.return_lse else [])
         back = ulysses.to_sequence(parts, (call.batch, plan.layout.local_length), q.dtype, audit)
     returned = back[1].transpose(1, 2).contiguous() if call.return_lse else None
-    return back[0], returned, (own_q, own_k, own_v, own_out, lse)
+    return back[0], returned, _Saved(own_q, own_k, own_v, own_out, lse)
 
 
 def _attend(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, audit: Audit | None
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, audit: Audit | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of flat rows, at least float32."""
     plan = call.plan
@@ -180,10 +180,11 @@ def _attend(
 
 
 def _backward(
-    call: _Call, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: AttentionCall, grad_out: Tensor, saved: _Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as sequence shards, in the inputs' type."""
     plan, ulysses = call.plan, call.plan.ulysses
+    q, k, v, out, lse = saved
     kind = q.dtype
     with call.audited("backward") as audit:
         if call.kept is None:
@@ -191,7 +192,8 @@ def _backward(
         else:
             rows = ((grad_out, "query"), (q, "query"), (k, "kv"), (v, "kv"), (out, "query"))
             own_grad, q, k, v, out = ulysses.to_heads(rows, audit)
-        dq, own = _attend_backward(call, own_grad, q, k, v, out, lse, audit)
+            saved = _Saved(q, k, v, out, lse)
+        dq, own = _attend_backward(call, own_grad, saved, audit)
         dk, dv = own.dk.total(), own.dv.total()
         if not plan.split.shares_kv:  # complete: nothing is added any more
             dk, dv = dk.to(kind), dv.to(kind)
@@ -201,17 +203,11 @@ def _backward(
 
 
 def _attend_backward(
-    call: _Call,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    audit: Audit | None,
+    call: AttentionCall, grad_out: Tensor, saved: _Saved, audit: Audit | None
 ) -> tuple[Tensor, OwnGrads]:
-    """dq and the gradients of the own keys, flat, at least float32."""
+    """dq and the gradients of the own keys, flat, at least float32; all in head shards."""
     plan = call.plan
+    q, k, v, out, lse = saved
     compiled, source = plan.compiled(call.batch)
     kind = plan.kernel.compute_dtype(q.dtype)
     upstream = Upstream(
@@ -237,7 +233,9 @@ def _attend_backward(
     return dq.total(), own
 
 
-def _inputs(call: _Call, compiled: BatchPlan, q: Tensor, step: Step, kind: torch.dtype) -> Inputs:
+def _inputs(
+    call: AttentionCall, compiled: BatchPlan, q: Tensor, step: Step, kind: torch.dtype
+) -> Inputs:
     """Kernel inputs of one step."""
     plan = call.plan
     k = expand_kv(_as_type(plan, "k", step.k, kind), call.expansion)

@@ -22,13 +22,14 @@ import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.placing import on_device
-from megatron.core.context_parallel.prefix import band_pairs
-from megatron.core.context_parallel.tasks import Task, split_band
+from megatron.core.context_parallel.prefix import band_pairs, is_causal_square, is_full_band
+from megatron.core.context_parallel.tasks import Task, split_band, trim_tasks
 
 SMALL_TILE_PAIRS = 64 * 64
 """Up to this many pairs a tile is cheaper gathered than launched alone (measured on CPU)."""
@@ -84,11 +85,11 @@ class Call:
 
     @property
     def is_full(self) -> bool:
-        return self.lo <= 1 - self.k.length and self.hi >= self.q.length - 1
+        return bool(is_full_band(self.q.length, self.k.length, self.lo, self.hi))
 
     @property
     def is_causal(self) -> bool:
-        return self.lo == 0 and self.q.length == self.k.length and self.hi >= self.q.length - 1
+        return bool(is_causal_square(self.q.length, self.k.length, self.lo, self.hi))
 
     def to(self, device: torch.device) -> "Call":
         """The same with its index tensors on ``device``."""
@@ -139,17 +140,6 @@ def make_calls(
     return CallList(tuple(calls), len(tasks), pairs)
 
 
-def trim_tasks(tasks: IntArray) -> IntArray:
-    """Trim rows and columns that see nothing, drop empty tasks, clamp lo and hi."""
-    q0, q1, k0, k1, lo, hi = tasks.reshape(-1, 6).T
-    row0, row1 = np.maximum(0, lo), np.minimum(q1 - q0, hi + (k1 - k0))
-    col0, col1 = np.maximum(0, -hi), np.minimum(k1 - k0, (q1 - q0) - lo)
-    lo, hi = lo - (row0 - col0), hi - (row0 - col0)
-    lo, hi = np.maximum(lo, 1 - (col1 - col0)), np.minimum(hi, row1 - row0 - 1)
-    trimmed = np.stack((q0 + row0, q0 + row1, k0 + col0, k0 + col1, lo, hi), axis=1)
-    return trimmed[(row1 > row0) & (col1 > col0) & (lo <= hi)]
-
-
 def cut_bands(tasks: IntArray, tile: int) -> IntArray:
     """Replace each task that is neither full nor a causal square by the pieces of its band."""
     if len(tasks) == 0:
@@ -171,14 +161,16 @@ def _tile_rows(task: Iterable[int], tile: int) -> int:
     return min(tile, max(32, 1 << max(0, hi - lo).bit_length()))
 
 
-def _full(tiles: IntArray) -> IntArray:
+def _full(tiles: IntArray) -> npt.NDArray[np.bool_]:
     q0, q1, k0, k1, lo, hi = tiles.T
-    return (lo <= 1 - (k1 - k0)) & (hi >= q1 - q0 - 1)
+    full: npt.NDArray[np.bool_] = is_full_band(q1 - q0, k1 - k0, lo, hi)
+    return full
 
 
-def _causal(tiles: IntArray) -> IntArray:
+def _causal(tiles: IntArray) -> npt.NDArray[np.bool_]:
     q0, q1, k0, k1, lo, hi = tiles.T
-    return (lo == 0) & (q1 - q0 == k1 - k0) & (hi >= q1 - q0 - 1)
+    causal: npt.NDArray[np.bool_] = is_causal_square(q1 - q0, k1 - k0, lo, hi)
+    return causal
 
 
 def _groups_of_one_shape(tiles: IntArray) -> list[IntArray]:

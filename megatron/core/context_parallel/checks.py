@@ -55,7 +55,7 @@ def check_window(window: Any, causal: bool) -> int | None:
     return number
 
 
-def check_settings(*, head_dim: Any, scale: Any, dtype: Any, max_exchange_bytes: Any) -> None:
+def check_settings(head_dim: Any, *, scale: Any, dtype: Any, max_exchange_bytes: Any) -> None:
     """Refuse what kernels would take and answer with nonsense.
 
     Raises:

@@ -32,8 +32,6 @@ from megatron.core.context_parallel.work import pair_matrix, remote_rows
 FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
 """Per visible pair and head channel; backward computes the scores again."""
-MODEL_FLOPS = 12
-"""The same for forward and backward as MFU counts it: recomputed scores do not count."""
 BACKWARD_ROWS = 3
 """Bytes of a row's KV plus its fp32 gradient, in units of its bf16 KV."""
 

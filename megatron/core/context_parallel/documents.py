@@ -62,6 +62,9 @@ def normalize_packings(cu_seqlens: Any, seq_length: int) -> list[IntArray]:
     """Boundaries of one packing or of a list of packings (one per batch row), checked.
 
     A list or tuple whose items are integers is one packing; otherwise each item is one.
+
+    Raises:
+        ValueError: for an empty list, and as :func:`normalize_cu_seqlens`.
     """
     if isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
         if len(cu_seqlens) == 0:

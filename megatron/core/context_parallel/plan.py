@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel.autograd import KeptAttention, run_attention
+from megatron.core.context_parallel.autograd import AttentionCall, KeptAttention, run_attention
 from megatron.core.context_parallel.channel import Channel, CommStats
 from megatron.core.context_parallel.checks import check_settings, check_window
 from megatron.core.context_parallel.choice import outer_communication
@@ -60,10 +60,8 @@ class AttentionPlan(PlannedAttention):
             IntegrityError: in a checked iteration, if a transfer went wrong.
         """
         self.check_inputs(q, k, v, dropout_seed)
-        return run_attention(
-            self, q, k, v, layer_number=layer_number, dropout_seed=dropout_seed, kept=kept,
-            return_lse=return_lse,
-        )  # fmt: skip
+        call = AttentionCall(self, q.shape[0], layer_number, dropout_seed, kept, return_lse)
+        return run_attention(q, k, v, call)
 
     def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, dropout_seed: int | None) -> None:
         """Refuse tensors other than planned.
@@ -116,8 +114,7 @@ def prepare_attention(
 
     Args:
         layout: of the row, made from the same cu_seqlens if balanced.
-        cu_seqlens: document boundaries over the global row; a list with one packing per batch row;
-            or None for one document per row.
+        cu_seqlens: document boundaries of the whole row, or a list, one per batch row; None: one.
         num_heads, num_kv_heads, head_dim: local heads of the tensor-parallel rank, and D.
         ring_group, ulysses_group: groups of the layout's sizes, or None for size one. An NCCL
             ``ring_group`` must have its communicator (``parallel_state.make_communicator``): a hop
@@ -134,9 +131,7 @@ def prepare_attention(
     Raises:
         ValueError: for whatever cannot be done exactly as asked.
     """
-    check_settings(
-        head_dim=head_dim, scale=scale, dtype=dtype, max_exchange_bytes=max_exchange_bytes
-    )  # fmt: skip
+    check_settings(head_dim, scale=scale, dtype=dtype, max_exchange_bytes=max_exchange_bytes)
     window = check_window(window, causal)
     packings = normalize_packings(cu_seqlens, layout.seq_length)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize)
@@ -152,10 +147,8 @@ def prepare_attention(
     return AttentionPlan(
         layout=layout, packings=packings, split=split, head_dim=head_dim, kernel=kernel,
         outer=outer, causal=causal, window=window, dropout_p=dropout_p, dtype=dtype,
-        device=device,
-        scale=head_dim**-0.5 if scale is None else scale,
-        ring=ring, ulysses=Ulysses(split, ulysses),
-        comm=comm, workspace=Workspace() if workspace is None else workspace,
+        device=device, scale=head_dim**-0.5 if scale is None else scale, ring=ring, comm=comm,
+        ulysses=Ulysses(split, ulysses), workspace=workspace or Workspace(),
         max_exchange_bytes=max_exchange_bytes, check_iteration=check_iteration,
     )  # fmt: skip
 

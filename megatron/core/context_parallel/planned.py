@@ -40,12 +40,6 @@ class AttentionStats:
     calls: int
     """Forward and backward calls so far."""
 
-    @property
-    def work_balance(self) -> float:
-        """Largest over mean pairs of the ring ranks; 1 is perfect."""
-        total = sum(self.ring_pairs)
-        return max(self.ring_pairs) * len(self.ring_pairs) / total if total else 1.0
-
 
 @dataclasses.dataclass(eq=False)
 class PlannedAttention:
@@ -97,7 +91,11 @@ class PlannedAttention:
         )
 
     def compiled(self, batch: int) -> tuple[BatchPlan, StepSource]:
-        """The plan for a number of batch rows, made on first use."""
+        """The plan for a number of batch rows, made on first use.
+
+        Raises:
+            ValueError: if there are packings for another number of rows.
+        """
         if batch not in self._batches:
             many = len(self.packings) > 1
             if many and batch != len(self.packings):

@@ -1,4 +1,9 @@
-"""Closed-form counts of visible pairs: of a band in a rectangle, of all rows before a position."""
+"""Bands in closed form: what a band is, its visible pairs, those of all rows before a position.
+
+A band of a rectangle shows the pairs (i, j), 0 <= i < q_len and 0 <= j < k_len, with
+lo <= i - j <= hi. Everything takes numbers or int64 arrays. Cost: a few operations an element; no
+pair is ever enumerated.
+"""
 
 from typing import Any
 
@@ -7,8 +12,18 @@ import numpy as np
 from megatron.core.context_parallel.documents import IntArray
 
 
+def is_full_band(q_len: Any, k_len: Any, lo: Any, hi: Any) -> Any:
+    """Whether every pair of the rectangle is visible."""
+    return (lo <= 1 - k_len) & (hi >= q_len - 1)
+
+
+def is_causal_square(q_len: Any, k_len: Any, lo: Any, hi: Any) -> Any:
+    """Whether it is a square with i >= j visible: causal, however a kernel aligns it."""
+    return (lo == 0) & (q_len == k_len) & (hi >= q_len - 1)
+
+
 def band_pairs(q_len: Any, k_len: Any, lo: Any, hi: Any) -> Any:
-    """Number of 0 <= i < q_len, 0 <= j < k_len with lo <= i - j <= hi (ints or int64 arrays)."""
+    """Number of visible pairs."""
     return _pairs_from(q_len, k_len, lo) - _pairs_from(q_len, k_len, hi + 1)
 
 

@@ -20,11 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.context_parallel.calls import trim_tasks
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.layout import Layout
-from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
-from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_tasks
+from megatron.core.context_parallel.prefix import band_pairs, expand_ranges, is_full_band
+from megatron.core.context_parallel.tasks import TaskTable, join_runs, rank_tasks, trim_tasks
 
 NO_TASKS = np.zeros((0, 6), dtype=np.int64)
 
@@ -112,7 +111,7 @@ def join_keys(tasks: IntArray) -> IntArray:
     if len(tasks) < 2:
         return tasks
     q0, q1, k0, k1, lo, hi = tasks.T
-    full = (lo <= 1 - (k1 - k0)) & (hi >= q1 - q0 - 1)
+    full = is_full_band(q1 - q0, k1 - k0, lo, hi)
     rest, tasks = tasks[~full], tasks[full]
     if len(tasks) == 0:
         return rest

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.context_parallel.calls import trim_tasks
 from megatron.core.context_parallel.documents import IntArray
-from megatron.core.context_parallel.prefix import band_pairs
+from megatron.core.context_parallel.prefix import band_pairs, is_causal_square, is_full_band
+from megatron.core.context_parallel.tasks import trim_tasks
 
 CUT_ROWS = 256
 """A task is cut only where both sides keep at least so many rows."""
@@ -77,8 +77,8 @@ def _cut(row: Row, pairs: float) -> list[Row] | None:
     """Pieces of a full or causal task, the first with about so many pairs; None if not worth it."""
     q0, q1, k0, k1, lo, hi = row
     q_len, k_len = q1 - q0, k1 - k0
-    causal = lo == 0 and q_len == k_len and hi >= q_len - 1
-    full = lo <= 1 - k_len and hi >= q_len - 1
+    causal = is_causal_square(q_len, k_len, lo, hi)
+    full = is_full_band(q_len, k_len, lo, hi)
     if not (causal or full):
         return None
     rows = int((2 * max(pairs, 0.0)) ** 0.5) if causal else int(pairs / k_len)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.core.context_parallel.checks import check_window
 from megatron.core.context_parallel.documents import (
@@ -38,7 +39,12 @@ from megatron.core.context_parallel.documents import (
     normalize_cu_seqlens,
 )
 from megatron.core.context_parallel.layout import Layout
-from megatron.core.context_parallel.prefix import band_pairs, expand_ranges
+from megatron.core.context_parallel.prefix import (
+    band_pairs,
+    expand_ranges,
+    is_causal_square,
+    is_full_band,
+)
 
 FAR = 1 << 60
 """Stands for "no limit" in lo and hi until they are clamped."""
@@ -65,7 +71,7 @@ class Task(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Every pair is visible."""
-        return self.lo <= 1 - self.k_len and self.hi >= self.q_len - 1
+        return bool(is_full_band(self.q_len, self.k_len, self.lo, self.hi))
 
     @property
     def is_causal(self) -> bool:
@@ -73,7 +79,7 @@ class Task(NamedTuple):
 
         A square of one row is both full and causal.
         """
-        return self.lo == 0 and self.q_len == self.k_len and self.hi >= self.q_len - 1
+        return bool(is_causal_square(self.q_len, self.k_len, self.lo, self.hi))
 
     @property
     def pairs(self) -> int:
@@ -111,10 +117,6 @@ class TaskTable:
         """[runs, 2]: the local rows of the source that any task reads, as joined runs."""
         return join_runs(self.array[:, 2:4])
 
-    def query_rows(self) -> IntArray:
-        """[runs, 2]: the local rows that any task computes, as joined runs."""
-        return join_runs(self.array[:, 0:2])
-
 
 def rank_tasks(
     layout: Layout,
@@ -146,17 +148,12 @@ def rank_tasks(
     else:
         rows = _chunked(layout, ring_rank, bounds, window)
     source, table = rows[:, 0], _normalize(rows[:, 1:])
-    keep = (table[:, 1] > table[:, 0]) & (table[:, 3] > table[:, 2]) & (table[:, 4] <= table[:, 5])
+    keep = _sees(table)
     source, table = source[keep], table[keep]
     order = np.lexsort((table[:, 2], table[:, 0], source))
     cuts = np.searchsorted(source[order], np.arange(layout.ring_size + 1))
     table = table[order]
     return tuple(TaskTable(table[cuts[i] : cuts[i + 1]]) for i in range(layout.ring_size))
-
-
-def needed_rows(tables: tuple[TaskTable, ...]) -> list[IntArray]:
-    """For each source the local rows [runs, 2] that a rank's queries see: its exchange plan."""
-    return [table.key_rows() for table in tables]
 
 
 def join_runs(runs: IntArray) -> IntArray:
@@ -170,6 +167,12 @@ def join_runs(runs: IntArray) -> IntArray:
     return np.stack((runs[opens, 0], reach[closes]), axis=1)
 
 
+def trim_tasks(tasks: IntArray) -> IntArray:
+    """Tasks [n, 6] normalised, without those that see nothing."""
+    trimmed = _normalize(tasks.reshape(-1, 6))
+    return trimmed[_sees(trimmed)]
+
+
 def split_band(task: Task, tile: int = 256) -> list[Task]:
     """Cut a task into full rectangles, causal squares and small masked tiles.
 
@@ -178,6 +181,9 @@ def split_band(task: Task, tile: int = 256) -> list[Task]:
     the band, ``tile`` columns; inside a task all such tiles but the first and last few have one
     shape and one (lo, hi), so one shared mask serves them. For a sliding window each block of
     ``tile`` rows gives one masked tile (the far edge), one full rectangle and one causal square.
+
+    Raises:
+        ValueError: for a ``tile`` below 1.
     """
     if tile < 1:
         raise ValueError(f"tile {tile} must be at least 1")
@@ -226,6 +232,13 @@ def _normalize(table: IntArray) -> IntArray:
     return np.stack((q0 + row0, q0 + row1, k0 + col0, k0 + col1, lo, hi), axis=1)
 
 
+def _sees(table: IntArray) -> npt.NDArray[np.bool_]:
+    """bool [n]: which normalised tasks see any pair."""
+    q0, q1, k0, k1, lo, hi = table.T
+    visible: npt.NDArray[np.bool_] = (q1 > q0) & (k1 > k0) & (lo <= hi)
+    return visible
+
+
 def _rows(*columns: Any) -> IntArray:
     """Columns (arrays or numbers) broadcast together and stacked: [n, 7] with the source first."""
     return np.stack([np.ravel(c) for c in np.broadcast_arrays(*columns)], axis=1).astype(np.int64)
@@ -266,37 +279,30 @@ def _chunked(layout: Layout, rank: int, bounds: IntArray, window: int | None) ->
     first, last = runs[:, 0], runs[:, 1]
     start, end = document_bounds(bounds, first)
     head = start < first  # the run opens inside a document: rows before it are visible
-    run_row = layout.rows_below(rank, first)
+    spans = np.stack((layout.rows_below(rank, first), first, np.minimum(last, end)), axis=1)
     fits = head & (window is None or end - start <= window)
-    parts.append(_full_before(layout, run_row, first, last, start, end, fits, skip=rank))
+    parts.append(_full_before(layout, spans[fits], start[fits], skip=rank))
     if window is not None and long.any():
         wide = head & ~fits
-        seen = np.maximum(start, np.minimum(np.minimum(last, end) - window, first))
-        parts.append(_full_before(layout, run_row, first, last, seen, end, wide, skip=None))
+        seen = np.maximum(start, np.minimum(spans[:, 2] - window, first))
+        parts.append(_full_before(layout, spans[wide], seen[wide], skip=None))
         parts.append(_window_edges(layout, rank, runs, start, end, wide, window))
         parts.append(_window_diagonals(layout, rank, runs, bounds, long, window))
     return np.concatenate(parts)
 
 
 def _full_before(
-    layout: Layout,
-    run_row: IntArray,
-    first: IntArray,
-    last: IntArray,
-    seen_from: IntArray,
-    end: IntArray,
-    select: Any,
-    skip: int | None,
+    layout: Layout, spans: IntArray, seen_from: IntArray, skip: int | None
 ) -> IntArray:
-    """Rows [first, min(last, end)) of the selected runs x all rows of [seen_from, first).
+    """Rows [first, stop) of each span x all rows of [seen_from, first), but of source ``skip``.
 
-    Neighbouring runs that see the same rows of a source are joined into one rectangle.
+    A span is (local row of first, first, stop). Neighbours that see the same rows of a source are
+    joined into one rectangle.
     """
-    run_row, first, last = run_row[select], first[select], last[select]
-    seen_from, end = seen_from[select], end[select]
+    run_row, first, stop = spans.T
     k0, k1 = layout.rows_below_all(seen_from), layout.rows_below_all(first)
     source = np.arange(layout.ring_size)[:, None]
-    rows = _rows(source, run_row, run_row + np.minimum(last, end) - first, k0, k1, -FAR, FAR)
+    rows = _rows(source, run_row, run_row + stop - first, k0, k1, -FAR, FAR)
     rows = rows[rows[:, 4] > rows[:, 3]]
     if skip is not None:
         rows = rows[rows[:, 0] != skip]

@@ -1,4 +1,13 @@
-"""From what the user asks for (paths, weights, split, buckets) to a stream of documents."""
+"""From what the user asks for (paths, weights, split, buckets) to a stream of documents.
+
+    --data-path w1 p1 w2 p2     corpora and their shares of the stream's tokens
+          | --split             a range of each corpus's documents, by their place in the file
+          | --long-document-upsampling    each range cut by document length
+    components                  what ``document_stream`` merges
+
+Cost: opening the corpora, one pass over their document lengths where there are length buckets. No
+token is read here, and no position kept.
+"""
 
 import dataclasses
 import logging
@@ -116,12 +125,7 @@ def build_document_source(
     """
     weights: list[float] | None = None
     if corpora is None:
-        prefixes, weights = parse_blend(data_path or ())
-        opened: dict[str, Corpus] = {}
-        for prefix in prefixes:
-            if prefix not in opened:
-                opened[prefix] = IndexedCorpus(prefix)
-        corpora = [opened[prefix] for prefix in prefixes]
+        corpora, weights = _open_blend(data_path or ())
     shares = parse_split(split) if split is not None else None
     if shares is not None and shares[PARTS.index(part)] == 0:
         return None
@@ -151,6 +155,15 @@ def build_document_source(
             + (f", --split {split}; give {part} a larger share, or 0" if split else "")
         )
     return DocumentSource(corpora, _normalised(components), seed=seed, vocab_size=vocab_size)
+
+
+def _open_blend(data_path: Sequence[str]) -> tuple[list[Corpus], list[float] | None]:
+    """The corpora of ``--data-path``, one given twice opened once, and their weights."""
+    prefixes, weights = parse_blend(data_path)
+    opened: dict[str, Corpus] = {
+        prefix: IndexedCorpus(prefix) for prefix in dict.fromkeys(prefixes)
+    }
+    return [opened[prefix] for prefix in prefixes], weights
 
 
 def source_from_config(

@@ -85,6 +85,9 @@ def token_dtype(largest_id: int) -> np.dtype[Any]:
 
     uint16 up to 65535, int32 beyond. ``largest_id`` is the largest id that the tokenizer can
     ever give, added and special tokens included, not the largest seen.
+
+    Raises:
+        DatasetError: for an id below 0 or beyond int32.
     """
     if not 0 <= largest_id < 2**31:
         raise DatasetError(f"largest token id {largest_id} must be in 0..{2**31 - 1}")
@@ -182,7 +185,11 @@ def _array_offsets(
 
 
 def map_file(path: str) -> mmap.mmap | bytes:
-    """A read-only map of a file (plain empty bytes for an empty file, which can't be mapped)."""
+    """A read-only map of a file (plain empty bytes for an empty file, which can't be mapped).
+
+    Raises:
+        DatasetError: if the file can't be read.
+    """
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

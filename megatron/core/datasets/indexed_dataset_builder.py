@@ -132,9 +132,15 @@ class IndexedDatasetBuilder:
         self._documents.frombytes((other.document_indices[1:] + first).tobytes())
 
     def finalize(self) -> None:
-        """Write the index and give both files their final names, the ``.idx`` last."""
+        """Write the index and give both files their final names, the ``.idx`` last.
+
+        Raises:
+            DatasetError: on a second call, or if another process writes the same prefix.
+        """
         if self._finalized:
-            raise DatasetError(f"{self.path_prefix}: already finalized")
+            raise DatasetError(
+                f"{self.path_prefix}: already finalized; make another builder for another corpus"
+            )
         _flush_to_disk(self._file)
         self._file.close()
         with open(self._idx_partial, "wb") as file:

@@ -1,6 +1,7 @@
 """Distributed checkpoints: any layout writes, any layout reads, nothing half-written counts."""
 
 from megatron.core.dist_checkpointing.checkpoint_io import (
+    SaveFolder,
     choose_checkpoint,
     read_listing,
     read_pieces,
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaver",
     "Piece",
+    "SaveFolder",
     "choose_checkpoint",
     "iteration_folder",
     "latest_iteration",

@@ -9,6 +9,7 @@ and their checksums are taken while writing. Cost of a load: each file is read o
 for its checksum (unless told not to), then each rank reads what overlaps its pieces.
 """
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -40,6 +41,18 @@ LISTING = ".metadata"
 """torch's name for it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SaveFolder:
+    """Where a run's checkpoints go, and how many stay there."""
+
+    root: Path
+    """Folder of all checkpoints of the run."""
+    run: owner.Owner | None = None
+    """The owner of ``root`` that this process belongs to; None: a new one takes it at each save."""
+    keep: int = 0
+    """How many newest checkpoints stay (0: all)."""
+
+
 def _on_first(action: Callable[[], None], group: dist.ProcessGroup, what: str) -> None:
     on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group, what)
 
@@ -56,33 +69,33 @@ def _bytes_to_write(pieces: Mapping[str, Piece], group: dist.ProcessGroup) -> in
 
 
 def write_checkpoint(
-    root: Path,
+    target: SaveFolder,
     iteration: int,
     pieces: Mapping[str, Piece],
     state: Mapping[str, Any],
     *,
     group: dist.ProcessGroup,
-    keep: int = 0,
     progress: Progress = no_progress,
-    run: owner.Owner | None = None,
 ) -> Path:
     """Write a checkpoint and, once all of it is on disk, point to it. Collective.
 
     Args:
-        root: folder of all checkpoints of the run.
+        target: folder of the run's checkpoints, its owner, and how many stay.
         iteration: number of finished steps.
         pieces: this rank's part of every tensor, by global name.
         state: what isn't a tensor; JSON; rank 0's counts.
         group: gloo group of the whole world.
-        keep: how many newest checkpoints stay (0: all).
         progress: called as this rank gets on, block by block.
-        run: the owner of ``root`` that this process belongs to; None: a new one takes it.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
         CheckpointError: on all ranks; the checkpoints that were there stay untouched. Also if
-            another run has taken ``root`` over.
+            another run has taken the folder over.
     """
-    run = run or owner.take_on_all_ranks(root, group=group)[0]
+    root = target.root
+    run = target.run or owner.take_on_all_ranks(root, group=group)[0]
     needed = _bytes_to_write(pieces, group) + SPACE_RESERVE
     saving = directory.saving_folder(root, iteration, run.token)
 
@@ -101,7 +114,7 @@ def write_checkpoint(
         files = _write_tensors(saving, dict(pieces), group, progress)
         _on_first(
             lambda: _complete(
-                saving, iteration, state, files, keep=keep, run=run, progress=progress
+                saving, iteration, state, files, keep=target.keep, run=run, progress=progress
             ),
             group,
             f"completing {saving}",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import owner
-from megatron.core.dist_checkpointing.checkpoint_io import write_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_io import SaveFolder, write_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.pieces import Piece
 from megatron.core.dist_checkpointing.progress import Progress, no_progress
@@ -99,14 +99,12 @@ class CheckpointSaver:
 
     def _write(self, iteration: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> None:
         write_checkpoint(
-            self.root,
+            SaveFolder(self.root, self._run, self._keep),
             iteration,
             pieces,
             state,
             group=self._group,
-            keep=self._keep,
             progress=self.progress,
-            run=self._run,
         )
 
     def _write_quietly(

@@ -105,7 +105,8 @@ def make_lr_schedule(config: OptimizerConfig, total_steps: int) -> LRSchedule:
     if config.lr_decay_style == "WSD":
         if config.lr_wsd_decay_iters is None:
             raise ValueError(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its decay phase"
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its decay phase; "
+                "give it, usually a tenth of the run"
             )
         wsd = config.lr_wsd_decay_iters
         if not 1 <= wsd <= decay - warmup:

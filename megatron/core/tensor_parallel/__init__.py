@@ -3,7 +3,6 @@
 from megatron.core.tensor_parallel.cross_entropy import lm_head_loss, lm_head_token_losses
 from megatron.core.tensor_parallel.embedding import (
     VocabParallelEmbedding,
-    padded_vocab_size,
     vocab_parallel_weight,
 )
 from megatron.core.tensor_parallel.initialization import ONES, ZEROS, ConstantInit, NormalInit
@@ -16,7 +15,6 @@ from megatron.core.tensor_parallel.linear import (
 from megatron.core.tensor_parallel.parameters import (
     TensorParallel,
     local,
-    make_parameter,
 )
 from megatron.core.tensor_parallel.random import DropoutKey, dropout
 
@@ -36,7 +34,5 @@ __all__ = [
     "lm_head_loss",
     "lm_head_token_losses",
     "local",
-    "make_parameter",
-    "padded_vocab_size",
     "vocab_parallel_weight",
 ]

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.packed_batch import IGNORE_INDEX
 from megatron.core.tensor_parallel.embedding import check_ids
 from megatron.core.tensor_parallel.parameters import local
 
@@ -48,7 +49,6 @@ class _Head:
     sequence_parallel: bool
     vocab_size: int
     chunk_size: int
-    ignore_index: int
 
     @property
     def tp(self) -> int:
@@ -70,14 +70,13 @@ def lm_head_loss(
     sequence_parallel: bool = False,
     vocab_size: int,
     chunk_size: int,
-    ignore_index: int = -100,
 ) -> torch.Tensor:
     """Sum of the token losses -log softmax(hidden @ weight^T)[label], equal on all tp ranks.
 
     Args:
         hidden: [s, B, H] equal on all tp ranks, or with sequence parallelism [s / tp, B, H].
         weight: this tp rank's rows of the output layer [V / tp, H], or the parameter itself.
-        labels: int64 [B, s], all of the sequence; ``ignore_index``: no loss, exactly zero gradient.
+        labels: int64 [B, s], all of the sequence; ``IGNORE_INDEX``: no loss, exactly zero gradient.
         host_labels: the same on the CPU; without them the call waits for the device.
         vocab_size: real vocabulary; rows beyond it are padding.
         chunk_size: tokens per chunk; 0 = all at once.
@@ -90,7 +89,7 @@ def lm_head_loss(
         ValueError: shapes do not fit, or a label lies outside the vocabulary.
         RuntimeError: backward runs twice through one result.
     """
-    head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
+    head = _Head(group, sequence_parallel, vocab_size, chunk_size)
     weight, host_labels = local(weight), (labels if host_labels is None else host_labels).cpu()
     _check(hidden, weight, host_labels, head)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -108,10 +107,9 @@ def lm_head_token_losses(
     sequence_parallel: bool = False,
     vocab_size: int,
     chunk_size: int,
-    ignore_index: int = -100,
 ) -> torch.Tensor:
     """Loss of every token [B, s], zero where ignored; no gradient. Arguments as `lm_head_loss`."""
-    head = _Head(group, sequence_parallel, vocab_size, chunk_size, ignore_index)
+    head = _Head(group, sequence_parallel, vocab_size, chunk_size)
     weight, host_labels = local(weight), (labels if host_labels is None else host_labels).cpu()
     _check(hidden, weight, host_labels, head)
     with torch.no_grad():
@@ -171,7 +169,7 @@ class _Walk:
         self.hidden = hidden.contiguous().view(-1, hidden.shape[-1])
         # Row i of shard r's hidden is token r * n + i of the sequence-first order.
         self.labels = labels.t().reshape(head.shards, -1)
-        self.ignored = (host_labels == head.ignore_index).t().reshape(head.shards, -1)
+        self.ignored = (host_labels == IGNORE_INDEX).t().reshape(head.shards, -1)
         rows = weight.shape[0]
         self.first = group_rank(head.group) * rows
         self.valid = min(max(head.vocab_size - self.first, 0), rows)
@@ -303,4 +301,4 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, hea
         )
     if head.chunk_size < 0:
         raise ValueError(f"--loss-chunk-size {head.chunk_size} must be 0 (all at once) or more")
-    check_ids(labels.masked_fill(labels == head.ignore_index, 0), head.vocab_size, "label")
+    check_ids(labels.masked_fill(labels == IGNORE_INDEX, 0), head.vocab_size, "label")

@@ -4,8 +4,8 @@ Each rank looks up the ids that fall into its rows and gives zeros for the rest;
 or with sequence parallelism one reduce-scatter along the sequence, adds them up (one summand
 is not zero, so the sum is exact in any dtype).
 
-The table has `padded_vocab_size` rows, the vocabulary rounded up to a multiple that does not
-depend on tp. Padding rows start at 0, are never looked up and never get a gradient.
+The table has ``ModelConfig.padded_vocab_size`` rows, the vocabulary rounded up to a multiple that
+does not depend on tp. Padding rows start at 0, are never looked up and never get a gradient.
 """
 
 import torch
@@ -15,16 +15,6 @@ from torch import nn
 from megatron.core.collectives import reduce_from_region, reduce_scatter_along
 from megatron.core.tensor_parallel.initialization import NormalInit
 from megatron.core.tensor_parallel.parameters import TensorParallel, local
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """``vocab_size`` rounded up to a multiple of ``multiple`` (--make-vocab-size-divisible-by)."""
-    if vocab_size < 1 or multiple < 1:
-        raise ValueError(
-            f"--vocab-size {vocab_size} and --make-vocab-size-divisible-by {multiple} "
-            "must be at least 1"
-        )
-    return -(-vocab_size // multiple) * multiple
 
 
 def vocab_parallel_weight(

@@ -78,72 +78,54 @@ class TensorParallel:
         init: Init = ZEROS,
         shard_dim: int | None = None,
     ) -> nn.Parameter:
-        """`make_parameter` with this context's seed, dtype, device and mesh."""
-        return make_parameter(
-            name,
-            shape,
-            init=init,
-            seed=self.seed,
-            dtype=self.dtype,
-            device=self.device,
-            tp_mesh=self.tp_mesh,
-            shard_dim=shard_dim,
-        )
+        """A parameter of global ``shape``, sharded over tp along ``shard_dim``.
 
+        Values depend on the seed, ``name`` (the parameter's global name) and ``shape`` alone. On
+        the meta device there are none. No communication takes place.
 
-def make_parameter(
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    init: Init,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    tp_mesh: DeviceMesh | None = None,
-    shard_dim: int | None = None,
-) -> nn.Parameter:
-    """A parameter of global ``shape``, sharded over ``tp_mesh`` along ``shard_dim``.
+        Args:
+            name: global name.
+            shape: global shape.
+            init: rule of the initial values.
+            shard_dim: the dim that is cut into equal contiguous pieces; None replicates.
 
-    Values depend on ``seed``, ``name`` (the parameter's global name) and ``shape`` alone. On the
-    meta device there are none. No communication takes place.
-
-    Args:
-        shard_dim: the dim that is cut into equal contiguous pieces; None replicates.
-
-    Raises:
-        ValueError: the tensor-parallel size does not divide the sharded dim.
-    """
-    shape = tuple(shape)
-    size = 1 if tp_mesh is None else tp_mesh.size()
-    if tp_mesh is None or size == 1:
-        plain = torch.empty(shape, dtype=dtype, device=device)
-        if not plain.is_meta:
-            fill_shard(plain, shape, init, name=name, seed=seed)
-        return nn.Parameter(plain)
-
-    rank = tp_mesh.get_local_rank()
-    local_shape = list(shape)
-    placement: Placement = Replicate()
-    offset = 0
-    if shard_dim is not None:
-        shard_dim %= len(shape)
-        if shape[shard_dim] % size:
-            raise ValueError(
-                f"{name}: dim {shard_dim} of shape {shape} is not a multiple of "
-                f"--tensor-model-parallel-size {size}"
+        Raises:
+            ValueError: the tensor-parallel size does not divide the sharded dim.
+        """
+        if self.tp_mesh is None or self.size == 1:
+            plain = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if not plain.is_meta:
+                fill_shard(plain, shape, init, name=name, seed=self.seed)
+            return nn.Parameter(plain)
+        local_shape = list(shape)
+        placement: Placement = Replicate()
+        offset = 0
+        if shard_dim is not None:
+            shard_dim %= len(shape)
+            if shape[shard_dim] % self.size:
+                raise ValueError(
+                    f"{name}: dim {shard_dim} of shape {shape} must be a multiple of "
+                    f"--tensor-model-parallel-size {self.size}; use a size that divides it"
+                )
+            local_shape[shard_dim] //= self.size
+            offset = self.rank * local_shape[shard_dim]
+            placement = Shard(shard_dim)
+        shard = torch.empty(local_shape, dtype=self.dtype, device=self.device)
+        if not shard.is_meta:
+            fill_shard(
+                shard, shape, init, name=name, seed=self.seed, shard_dim=shard_dim, offset=offset
             )
-        local_shape[shard_dim] //= size
-        offset = rank * local_shape[shard_dim]
-        placement = Shard(shard_dim)
-    shard = torch.empty(local_shape, dtype=dtype, device=device)
-    if not shard.is_meta:
-        fill_shard(shard, shape, init, name=name, seed=seed, shard_dim=shard_dim, offset=offset)
-    stride = torch.empty(shape, device="meta").stride()
-    return nn.Parameter(
-        DTensor.from_local(
-            shard, tp_mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+        stride = torch.empty(shape, device="meta").stride()
+        return nn.Parameter(
+            DTensor.from_local(
+                shard,
+                self.tp_mesh,
+                [placement],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=stride,
+            )
         )
-    )
 
 
 def local(

@@ -8,8 +8,8 @@ batch: fp32 angles are off by 0.06 rad at position 1M, and bf16 holds only 1409 
 positions below 131072. Its cos and sin, times the attention factor of the scaling rule, are kept in
 fp32 (fp64 for an fp64 model), and the rotation is done in that type whatever the model's.
 
-The rotation is orthogonal up to the factor, so backward is the same kernel with -sin and nothing
-but the table is saved.
+The rotation is orthogonal up to the factor, so its gradient is the same kernel with -sin; the
+autograd functions that call it (``heads``) save nothing but the table.
 
 Legend: B batch, s local sequence, h heads, D head dim, r rotated dims (r <= D).
 Cost: a table of 2 * s * B * r/2 numbers a micro-batch, shared by all layers; six multiply-adds a
@@ -80,24 +80,6 @@ class RotaryEmbedding:
         return RotaryTable((angles.cos() * factor).to(kept), (angles.sin() * factor).to(kept))
 
 
-def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """Rotate the first r dims of ``x`` [s, B, h, D]; differentiable; contiguous, of x's type."""
-    return _Rotate.apply(x, table.cos, table.sin)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, torch.empty(x.shape, dtype=x.dtype, device=x.device), cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        grad = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
-        return rotate(grads[0], grad, cos, sin, backward=True), None, None
-
-
 def rotate(
     x: torch.Tensor,
     out: torch.Tensor,
@@ -105,12 +87,12 @@ def rotate(
     sin: torch.Tensor,
     *,
     backward: bool = False,
-) -> torch.Tensor:
+) -> None:
     """Write the rotation of ``x`` [s, B, h, D] to ``out``, of any strides; no autograd.
 
     Args:
         x: what to rotate, or with ``backward`` the gradient of the result.
-        out: of the same shape, not overlapping ``x``; returned.
+        out: of the same shape, not overlapping ``x``.
         cos, sin: as in :class:`RotaryTable`.
         backward: multiply with the transposed rotation.
     """
@@ -125,4 +107,3 @@ def rotate(
         out2.copy_((x2 * cos).addcmul_(x1, sin, value=sign))
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :].copy_(x[..., 2 * half :])
-    return out

@@ -11,7 +11,6 @@ from megatron.training.arguments.resolve import (
     ResolvedRun,
     finalize,
     resolve_schedule,
-    scaling_from_flags,
 )
 from megatron.training.arguments.resume import (
     ResumeReport,
@@ -33,6 +32,5 @@ __all__ = [
     "parse_args",
     "refusal",
     "resolve_schedule",
-    "scaling_from_flags",
     "validate",
 ]

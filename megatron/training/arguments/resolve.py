@@ -7,7 +7,7 @@ say what is wrong with a configuration; here it is assumed to be right, or as ri
 import dataclasses
 from typing import Any
 
-from megatron.core.config import ModelConfig, RunConfig
+from megatron.core.config import RunConfig
 from megatron.core.config.record import replace_values
 from megatron.core.context_extension import ContextSchedule, StageDefaults
 from megatron.core.rank_grid import default_split
@@ -42,20 +42,6 @@ def flag_split(config: RunConfig, ranks_per_node: int) -> tuple[int, int]:
     )
 
 
-def scaling_from_flags(model: ModelConfig) -> dict[str, Any] | None:
-    """The ``rope_scaling`` mapping of the flags; None for plain RoPE."""
-    if model.rope_scaling_type is None:
-        return None
-    scaling: dict[str, Any] = {
-        "rope_type": model.rope_scaling_type,
-        "factor": model.rope_scaling_factor,
-    }
-    original = model.original_max_position_embeddings or model.max_position_embeddings
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
-
-
 def dpcp_size(config: RunConfig, world_size: int) -> int | None:
     """Ranks over which data and context are split; None when the world doesn't divide."""
     parallel = config.parallel
@@ -80,7 +66,7 @@ def stage_defaults(config: RunConfig, world_size: int, ranks_per_node: int) -> S
         train_samples=training.train_samples,
         train_tokens=training.train_tokens,
         rotary_base=config.model.rotary_base,
-        rope_scaling=scaling_from_flags(config.model),
+        rope_scaling=config.model.rope_scaling,
         context_parallel=flag_split(config, ranks_per_node),
         micro_batch_size=micro,
         global_batch_size=training.global_batch_size,

@@ -53,7 +53,11 @@ class PositionLoss:
 
 
 def bucket_edges(length: int, count: int) -> list[int]:
-    """``count`` buckets as equal as can be: edges from 0 to ``length``."""
+    """``count`` buckets as equal as can be: edges from 0 to ``length``.
+
+    Raises:
+        ValueError: for fewer buckets than one, or more than positions.
+    """
     if not 1 <= count <= length:
         raise ValueError(f"--buckets {count} must be 1 to the {length} positions of a document")
     return [length * i // count for i in range(count + 1)]

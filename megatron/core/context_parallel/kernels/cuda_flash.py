@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.calls import disjoint_rows, trim_tasks
+from megatron.core.context_parallel.calls import disjoint_rows
 from megatron.core.context_parallel.documents import IntArray
 from megatron.core.context_parallel.kernels.base import (
     BlockKernel,
@@ -33,6 +33,7 @@ from megatron.core.context_parallel.kernels.base import (
 from megatron.core.context_parallel.merge import merge_
 from megatron.core.context_parallel.placing import on_device
 from megatron.core.context_parallel.prefix import band_pairs
+from megatron.core.context_parallel.tasks import trim_tasks
 
 
 class VarlenCall(NamedTuple):

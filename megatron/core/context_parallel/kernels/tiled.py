@@ -19,6 +19,7 @@ from megatron.core.context_parallel.kernels.base import (
     Softmax,
     Upstream,
 )
+from megatron.core.context_parallel.prefix import is_causal_square, is_full_band
 
 
 class Band(NamedTuple):
@@ -31,11 +32,11 @@ class Band(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        return self.lo <= 1 - self.k_len and self.hi >= self.q_len - 1
+        return bool(is_full_band(self.q_len, self.k_len, self.lo, self.hi))
 
     @property
     def is_causal(self) -> bool:
-        return self.lo == 0 and self.q_len == self.k_len and self.hi >= self.q_len - 1
+        return bool(is_causal_square(self.q_len, self.k_len, self.lo, self.hi))
 
     def visible(self, device: torch.device) -> Tensor:
         """bool [q_len, k_len]."""

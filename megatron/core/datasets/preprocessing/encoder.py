@@ -193,9 +193,11 @@ class Encoder:
         lengths = np.array([len(ids) + extra for ids in documents], dtype=np.int64)
         parts = [part for ids in documents for part in ((ids, self._eod) if extra else (ids,))]
         tokens = np.concatenate(parts) if parts else np.empty(0, self._dtype)
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.facts.vocab_size:
+        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if low < 0 or high >= self.facts.vocab_size:
             raise ValueError(
-                f"{self.facts.name} gave id {int(tokens.max())}, beyond its {self.facts.vocab_size}"
+                f"{self.facts.name} gave id {low if low < 0 else high}, outside its vocabulary of "
+                f"{self.facts.vocab_size}: its file is not what it says; give a whole one"
             )
         result.tokens.append(tokens.astype(self._dtype))
         result.lengths.append(lengths)

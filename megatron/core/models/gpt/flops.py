@@ -33,17 +33,17 @@ def matmul_weights(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + vocab * hidden
 
 
-def document_pairs(length: int, window: int | None = None) -> int:
-    """Visible (query, key) pairs of a causal document: ``n(n+1)/2``, or the band of a window."""
-    if window is None or window >= length:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
-
-
 def visible_pairs(
     cu_seqlens: Iterable[torch.Tensor | Sequence[int]], window: int | None = None
 ) -> int:
-    """Visible pairs of rows packed with documents (one ``cu_seqlens`` [documents + 1] a row)."""
+    """Visible (query, key) pairs of rows packed with documents, causal.
+
+    A document of n tokens has ``n(n+1)/2``, or the band of a window.
+
+    Args:
+        cu_seqlens: document boundaries [documents + 1] of each row.
+        window: keys that a query sees at most, itself included; None: all of its document.
+    """
     total = 0
     for row in cu_seqlens:
         lengths = torch.as_tensor(row, dtype=torch.int64).diff()
@@ -62,9 +62,3 @@ def training_flops(config: ModelConfig, tokens: int, pairs: int) -> int:
     assert config.num_layers and config.num_attention_heads
     per_pair = 4 * config.head_dim * config.num_attention_heads * config.num_layers
     return 3 * (2 * matmul_weights(config) * tokens + per_pair * pairs)
-
-
-def flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Operations of training per token for dense rows: one document of ``seq_length`` tokens."""
-    pairs = document_pairs(seq_length, config.window_size)
-    return training_flops(config, seq_length, pairs) / seq_length

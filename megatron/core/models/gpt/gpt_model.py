@@ -28,7 +28,7 @@ from megatron.core.config import ModelConfig
 from megatron.core.context_parallel import Workspace
 from megatron.core.models.gpt.embedding import GPTEmbedding
 from megatron.core.models.gpt.prepare import params_dtype, prepare_batch
-from megatron.core.packed_batch import IGNORE_INDEX, PackedBatch
+from megatron.core.packed_batch import PackedBatch
 from megatron.core.tensor_parallel import (
     DropoutKey,
     TensorParallel,
@@ -251,7 +251,6 @@ class GPTModel(nn.Module):
             sequence_parallel=self.tp.shards_sequence,
             vocab_size=self.vocab_size,
             chunk_size=self.config.loss_chunk_size,
-            ignore_index=IGNORE_INDEX,
         )
 
 
@@ -262,17 +261,8 @@ def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
         config.head_dim,
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
-        scaling=rope_scaling(config),
+        scaling=config.rope_scaling,
     )
-
-
-def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """The scaling rule that the flags name, with Hugging Face's keys; None without one."""
-    if config.rope_scaling_type is None:
-        return None
-    original = config.original_max_position_embeddings or config.max_position_embeddings
-    scaling = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
-    return scaling | ({} if original is None else {"original_max_position_embeddings": original})
 
 
 def _check_sizes(config: ModelConfig) -> None:

@@ -1,0 +1,32 @@
+"""The stream that a checkpoint's files are written through: all bytes, and their checksum."""
+
+import io
+import zlib
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import storage
+
+
+class ShortWrites(io.BytesIO):
+    """A raw file that takes at most seven bytes at a time, as raw files may."""
+
+    def write(self, data) -> int:
+        return super().write(bytes(data[:7]))
+
+
+@pytest.mark.parametrize("block", [5, 16, 1 << 20])
+def test_every_byte_is_written_and_counted_once(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "WRITE_BYTES", block)
+    calls: list[int] = []
+    file = ShortWrites()
+    stream = storage._ChecksumStream(file, lambda: calls.append(1))
+    whole = bytes(range(100)) + torch.arange(9).numpy().tobytes()
+    assert stream.write(whole[:100]) == 100
+    assert stream.write(torch.arange(9).numpy()) == 72, "in bytes, whatever the items"
+    assert file.getvalue() == whole and stream.tell() == stream.size == 172
+    assert stream.crc == zlib.crc32(whole)
+    assert len(calls) == -(-100 // block) + -(-72 // block)
