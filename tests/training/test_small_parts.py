@@ -66,11 +66,27 @@ def test_two_jobs_on_one_node_get_two_ports() -> None:
         ("n1", "n1"),
         ("n1,n2", "n1"),
         ("rack[1-2]-x", "rack1-x"),
+        ("r[1-2]n[03-04]", "r1n03"),
+        ("r[5,1-2]n[3-4]z,a[1-2]", "r5n3z"),
     ],
 )
 def test_first_host(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "a[", "a[]", "a]1", ","])
+def test_a_node_list_without_a_host_is_refused(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="names no host"):
+        first_host(nodes)
+
+
+def test_the_rendezvous_is_on_the_first_node_of_the_step() -> None:
+    # srun may start a step on a part of the job's nodes; rank 0 is on the first of them.
+    step = {"SLURM_JOB_NODELIST": "a[3-6]", "SLURM_NNODES": "4"}
+    step |= {"SLURM_STEP_NODELIST": "a[5-6]", "SLURM_STEP_NUM_NODES": "2"}
+    assert launch_environment(SLURM | step).master_addr == "a5"
 
 
 def test_scontrol_is_asked_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +105,45 @@ def test_scontrol_is_asked_where_it_exists(tmp_path: Path, monkeypatch: pytest.M
         ({"SLURM_PROCID": "9"}, "rank 9"),
         ({"SLURM_NTASKS": "four"}, "whole number"),
         ({"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}, "don't divide"),
+        ({"SLURM_NNODES": "0", "SLURM_NTASKS_PER_NODE": ""}, "don't divide over 0 nodes"),
+        ({"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
+        ({"SLURM_LOCALID": "2"}, "local rank 2 must lie in 0..1"),
     ],
 )
 def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> None:
     environ = {key: value for key, value in (SLURM | changes).items() if value}
     with pytest.raises(ValueError, match=words):
         launch_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "per_node"),
+    [
+        ("4", "2", "2(x2)"),
+        ("4", "2", "2,2"),
+        ("9", "3", "3,4,2"),
+        ("12", "3", "4,2,6"),
+        ("12", "4", "3(x2),2,4"),
+    ],
+)
+def test_nodes_with_unequal_tasks_are_refused(tasks: str, nodes: str, per_node: str) -> None:
+    environ = SLURM | {"SLURM_NTASKS": tasks, "SLURM_NNODES": nodes}
+    del environ["SLURM_NTASKS_PER_NODE"]
+    environ["SLURM_STEP_TASKS_PER_NODE"] = per_node
+    if tasks == "4":
+        assert launch_environment(environ).ranks_per_node == 2
+    else:
+        with pytest.raises(ValueError, match="start one task per device on every node"):
+            launch_environment(environ)
+
+
+@pytest.mark.parametrize("alone", [{"RANK": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_half_of_a_rank_is_refused(alone: dict[str, str]) -> None:
+    # Else each of the processes would be rank 0 of 1, and all would write the same files.
+    with pytest.raises(ValueError, match="set both"):
+        launch_environment(alone)
+    assert launch_environment({"WORLD_SIZE": "1"}).launcher == "single"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +154,10 @@ def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> N
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' must be a whole number"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must lie in 1..65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 must lie in 1..65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
+        ({"LOCAL_RANK": "5"}, "local rank 5 must lie in 0..1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "ranks of this node: 0"),
     ],
 )
 def test_wrong_torchrun_variables(changes: dict[str, str], words: str) -> None:
