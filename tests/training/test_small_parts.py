@@ -1,5 +1,6 @@
 """The small parts of the training room: launch environment, signals, metrics, loggers, rates."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config import OptimizerConfig, RunConfig
+from megatron.core.config.record import replace_values
 from megatron.core.context_extension import ContextSchedule, StageDefaults
 from megatron.training.launch_env import first_host, launch_environment, slurm_port
 from megatron.training.learning_rate import learning_rate
 from megatron.training.loggers import BackgroundLogger
 from megatron.training.metrics_file import MetricsFile, cut_torn_line, read_metrics
-from megatron.training.reporting import format_training_line, peak_tflops
+from megatron.training.reporting import Reporter, format_training_line, peak_tflops
 
 SLURM = {
     "SLURM_PROCID": "3",
@@ -211,6 +213,41 @@ def test_metrics_lines_survive_a_torn_one(tmp_path: Path) -> None:
     records = read_metrics(str(path))
     assert [(r["iteration"], r.get("lm_loss")) for r in records] == [(1, 2.0), (2, 1.5), (2, None)]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_line_that_is_not_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(str(path), fresh=True)
+    file.write({"iteration": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    with pytest.raises(OSError, match="No space left"):
+        file.write({"iteration": 2})
+    monkeypatch.setattr(os, "write", write)
+    file.write({"iteration": 3})
+    file.close()
+    assert [r["iteration"] for r in read_metrics(str(path))] == [1, 3]
+
+
+def test_a_full_disk_under_log_and_metrics_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace_values(RunConfig(), {"metrics_file": "/dev/full"})
+    reporter = Reporter(config, rank=0, flat={})
+    reporter.open(run_id="x", resumed=False)
+    record = {"split": "valid", "iteration": 1, "eval_lm_loss": 2.0, "loss_tokens": 8}
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        reporter.evaluation(record)
+        reporter.evaluation(record)
+        with contextlib.suppress(OSError):
+            full.close()
+        reporter.evaluation(record)
+    reporter.close()
+    text = capfd.readouterr().err
+    assert text.count("--metrics-file /dev/full: No space left on device; lines are lost") == 1
 
 
 @pytest.mark.parametrize("text", ["", "no newline at all", "a" * 10_000])
