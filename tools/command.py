@@ -46,6 +46,14 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown {name}" + (f"; did you mean {near[0]}?" if near else ""))
         return found
 
+    def at_least(self, smallest: int, args: argparse.Namespace, *names: str) -> None:
+        """End with 2 if a number given for one of the flags ``names`` is smaller."""
+        for name in names:
+            given = getattr(args, name.replace("-", "_"))
+            for number in given if isinstance(given, list) else [given]:
+                if number is not None and number < smallest:
+                    self.error(f"--{name} {number} must be at least {smallest}")
+
     def refuse(self, flag: str, why: str) -> None:
         """A flag of Megatron's that is known and not supported."""
         self.add_argument(flag, nargs="*", action=_Refuse, help=argparse.SUPPRESS, const=why)

@@ -39,6 +39,7 @@ def main() -> int:
     """Parse, load each model in turn, measure, write."""
     parser = _parser()
     args = parser.parse()
+    _check(args, parser)
     named = _named(args.load, parser)
     writable("--output", os.path.join(args.output, "evaluation.txt"))
     losses: dict[str, position_loss.PositionLoss] = {}
@@ -71,6 +72,17 @@ def main() -> int:
             )
     _write(losses, grids, trained, Path(args.output), args.title)
     return 0
+
+
+def _check(args: argparse.Namespace, parser: Parser) -> None:
+    counts = ("ckpt-step", "length", "documents", "buckets", "passkey-lengths", "passkey-trials")
+    parser.at_least(1, args, *counts)
+    parser.at_least(0, args, "seed")
+    for depth in args.passkey_depths:
+        if not 0 <= depth <= 1:
+            parser.error(f"--passkey-depths {depth:g} must be between 0 (start) and 1 (end)")
+    if args.no_position_loss and args.no_passkey:
+        parser.error("--no-position-loss and --no-passkey leave nothing to do; remove one")
 
 
 def _say(name: str, loaded: LoadedModel) -> None:

@@ -20,12 +20,17 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import inspection
 from megatron.core.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from tools.command import Parser, run
+from tools.command import Parser, run, writable
 
 
 def main() -> int:
     """Parse, open, show."""
-    args = _parser().parse()
+    parser = _parser()
+    args = parser.parse()
+    parser.at_least(0, args, "show", "documents", "longer-than")
+    parser.at_least(1, args, "max-tokens", "vocab-size")
+    if args.png:
+        writable("--png", args.png)
     tokenizer = None
     if args.tokenizer_type:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
@@ -55,6 +60,8 @@ def main() -> int:
 
 
 def _check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    if dataset.dtype.kind not in "iu":
+        raise ValueError(f"{dataset.path_prefix}.bin: holds {dataset.dtype}, not token ids")
     scan = inspection.scan_ids(dataset)
     if scan.smallest < 0 or scan.largest >= vocab_size:
         raise ValueError(

@@ -25,8 +25,8 @@ def main() -> int:
     """Parse, draw, write."""
     parser = _parser()
     args = parser.parse()
-    if args.documents < 1 or min(args.lengths) < 1:
-        parser.error("--documents and --lengths must be at least 1")
+    parser.at_least(1, args, "documents", "lengths")
+    parser.at_least(0, args, "seed")
     mix = PasskeyMix(args.vocab_size, args.facts, asked=args.asked)
     rng = np.random.default_rng(args.seed)
     total = 0

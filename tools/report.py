@@ -5,19 +5,25 @@
 Everything is drawn over consumed tokens; the stages of the context schedule are shaded. With
 ``--unigram-train`` and ``--unigram-valid`` (prefixes of .bin/.idx pairs) the loss of a unigram
 model of the training data on the validation data is drawn and printed as a yardstick.
+
+Exit codes: 0 drawn; 1 files that can't be read or written; 2 wrong command line.
 """
 
-import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
 from megatron.core.datasets import IndexedDataset
 from megatron.training.metrics_file import read_metrics
+from tools.command import Parser, run, writable
 
 Record = dict[str, Any]
+_NEEDED = ("consumed_tokens", "stage", "seq_length", "rotary_base")
 
 
 def unigram_loss(train_prefix: str, valid_prefix: str) -> float:
@@ -135,35 +141,53 @@ def summary(records: list[Record], unigram: float | None) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
+def _check(path: Path, records: list[Record]) -> None:
+    """Raises ValueError if these aren't the records of a run."""
+    train, evaluations = split_records(records)
+    if not train:
+        raise ValueError(f"--metrics {path} has no training records yet")
+    for record, needed in (
+        *((record, ("lm_loss", *_NEEDED)) for record in train),
+        *((record, ("eval_lm_loss", "consumed_tokens")) for record in evaluations),
+    ):
+        wrong = [key for key in needed if not isinstance(record.get(key), int | float)]
+        if wrong:
+            raise ValueError(
+                f"--metrics {path}: the record of iteration {record['iteration']} has no number "
+                f"{', '.join(wrong)}; give the file that --metrics-file wrote"
+            )
+
+
+def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--metrics", required=True, help="metrics file of a run")
-    parser.add_argument("--output", help="PNG to write; default: report.png beside the metrics")
-    parser.add_argument("--title", default="", help="title of the picture")
-    parser.add_argument("--unigram-train", help="prefix of the training data")
-    parser.add_argument("--unigram-valid", help="prefix of the validation data")
-    args = parser.parse_args(argv)
+    args = _parser().parse()
     metrics = Path(args.metrics)
     if not metrics.is_file():
-        print(f"report: --metrics {metrics} is no file", file=sys.stderr)
-        return 2
+        raise ValueError(f"--metrics {metrics} is no file")
     if bool(args.unigram_train) != bool(args.unigram_valid):
-        print("report: give --unigram-train and --unigram-valid together", file=sys.stderr)
-        return 2
-    records = read_metrics(str(metrics))
-    if not split_records(records)[0]:
-        print(f"report: {metrics} has no training records yet", file=sys.stderr)
-        return 1
-    unigram = unigram_loss(args.unigram_train, args.unigram_valid) if args.unigram_train else None
+        raise ValueError("give --unigram-train and --unigram-valid together")
     output = Path(args.output) if args.output else metrics.with_name("report.png")
+    if output.suffix != ".png":
+        raise ValueError(f"--output {output}: a picture is written as PNG; end the name in .png")
+    writable("--output", str(output))
+    records = read_metrics(str(metrics))
+    _check(metrics, records)
+    unigram = unigram_loss(args.unigram_train, args.unigram_valid) if args.unigram_train else None
     draw(records, output, unigram=unigram, title=args.title or str(metrics.parent))
     print(summary(records, unigram))
     print(f"picture          {output}")
     return 0
 
 
+def _parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("--metrics", required=True, help="metrics file of a run")
+    parser.add_argument("--output", help="PNG to write; default: report.png beside the metrics")
+    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--unigram-train", help="prefix of the training data")
+    parser.add_argument("--unigram-valid", help="prefix of the validation data")
+    return parser
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

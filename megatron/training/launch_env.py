@@ -62,23 +62,29 @@ def first_host(node_list: str) -> str:
         )
         if answer.returncode == 0 and answer.stdout.strip():
             return answer.stdout.split()[0]
-    match = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\]([^,\[]*))?", node_list.strip())
+    # Text and bracketed ranges take turns up to the first comma outside brackets.
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list.strip())
     if match is None:
-        raise ValueError(f"SLURM_JOB_NODELIST {node_list!r} names no host")
-    prefix, inside, suffix = match.group(1), match.group(2), match.group(3)
-    if inside is None:
-        return prefix
-    first = re.split(r"[-,]", inside)[0]
-    return f"{prefix}{first}{suffix or ''}"
+        raise ValueError(f"node list {node_list!r} of the Slurm job names no host")
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", match.group())
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if default is not None and name not in environ:
-        return default
+    if name not in environ:
+        if default is not None:
+            return default
+        raise ValueError(f"{name} is not set, though others of its launcher are; set it too")
     try:
         return int(environ[name])
     except ValueError:
         raise ValueError(f"{name}={environ[name]!r} must be a whole number") from None
+
+
+def _same_on_every_node(per_node: str) -> int | None:
+    """Tasks on each node from ``4``, ``4(x2)`` or ``4,4``; None when nodes differ."""
+    counts = set(re.sub(r"\(x\d+\)", "", per_node).split(","))
+    count = counts.pop()
+    return int(count) if not counts and count.isdigit() else None
 
 
 def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
@@ -86,15 +92,14 @@ def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     named = [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if environ.get(name)]
     nodes = _integer(environ, named[0]) if named else 1
     if per_node is None:
-        if world_size % nodes:
+        if nodes < 1 or world_size % nodes:
             raise ValueError(
                 f"SLURM_NTASKS={world_size} tasks don't divide over {nodes} nodes; start the "
                 "same number on each node (--ntasks-per-node)"
             )
         return world_size // nodes
-    match = re.match(r"(\d+)", per_node)
-    count = int(match.group(1)) if match else 0
-    if count * nodes != world_size:
+    count = _same_on_every_node(per_node)
+    if count is None or count * nodes != world_size:
         raise ValueError(
             f"SLURM_NTASKS={world_size} is not {nodes} nodes x {per_node} tasks per node; "
             "start one task per device on every node (--nodes, --ntasks-per-node)"
@@ -135,7 +140,9 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         world = _integer(environ, "SLURM_NTASKS")
         per_node = _slurm_ranks_per_node(environ, world)
         _check_slurm_devices(environ, per_node)
-        nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        # Rank 0 is on the first node of the step, which may be a part of the job.
+        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = next((environ[name] for name in lists if environ.get(name)), "")
         port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
         env = LaunchEnvironment(
             _integer(environ, "SLURM_PROCID"),
@@ -147,7 +154,23 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             "slurm",
         )
     else:
+        _check_alone(environ)
         env = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    _check(env)
+    return env
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """With one of RANK and WORLD_SIZE, each process would train alone, all of them as rank 0."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in environ and (name, environ[name]) != ("WORLD_SIZE", "1"):
+            raise ValueError(
+                f"{name}={environ[name]} is set without {other}; set both (torchrun does), or "
+                "neither for one process"
+            )
+
+
+def _check(env: LaunchEnvironment) -> None:
     if env.world_size < 1:
         raise ValueError(
             f"WORLD_SIZE={env.world_size} must be at least 1; unset it for one process"
@@ -157,6 +180,13 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             f"rank {env.rank} must lie in 0..{env.world_size - 1} (world size {env.world_size}); "
             "ranks count from 0"
         )
-    if not 0 <= env.master_port <= 65535:
+    if not 0 <= env.local_rank < env.ranks_per_node:
+        raise ValueError(
+            f"local rank {env.local_rank} must lie in 0..{env.ranks_per_node - 1} (ranks of this "
+            f"node: {env.ranks_per_node}); LOCAL_RANK and LOCAL_WORLD_SIZE, or the SLURM_* of "
+            "tasks, contradict each other"
+        )
+    if not env.master_addr:
+        raise ValueError("MASTER_ADDR is empty; give the host of rank 0")
+    if not (env.launcher == "single" or 1 <= env.master_port <= 65535):
         raise ValueError(f"MASTER_PORT={env.master_port} must lie in 1..65535; choose a free port")
-    return env

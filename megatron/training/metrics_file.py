@@ -4,6 +4,7 @@ A run that is killed can leave a torn last line; the resumed run cuts it. Iterat
 run again are written again, so the last line of an iteration counts.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -42,9 +43,17 @@ class MetricsFile:
         self._descriptor = os.open(file, flags, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append ``record`` as one line by one write; NaN and infinity become null."""
+        """Append ``record`` as one line by one write; NaN and infinity become null.
+
+        Raises:
+            OSError: if it can't be written whole; nothing of it is left in the file then.
+        """
         clean = {key: _finite(value) for key, value in record.items()}
-        os.write(self._descriptor, (json.dumps(clean) + "\n").encode())
+        line = (json.dumps(clean) + "\n").encode()
+        written = os.write(self._descriptor, line)
+        if written < len(line):  # a disk that is nearly full
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
@@ -61,13 +70,26 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     """Records of a metrics file in order, the last line of an iteration counting.
 
     Evaluation lines (``eval_lm_loss``) and training lines of one iteration are kept apart.
+
+    Raises:
+        ValueError: naming file and line, for a whole line that is no record of a run.
     """
     latest: dict[tuple[Any, str], dict[str, Any]] = {}
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 break
-            record = json.loads(line)
+            record = _record(line, f"{path}:{number}")
             kind = record.get("split", "valid") if "eval_lm_loss" in record else "train"
             latest[(record.get("iteration"), kind)] = record
-    return sorted(latest.values(), key=lambda r: (r.get("iteration", 0), "eval_lm_loss" in r))
+    return sorted(latest.values(), key=lambda r: (r["iteration"], "eval_lm_loss" in r))
+
+
+def _record(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not a line of a metrics file: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+        raise ValueError(f"{place}: not a line of a metrics file: no object with an iteration")
+    return record

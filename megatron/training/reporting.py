@@ -4,10 +4,11 @@ Rank 0 alone writes. A record carries plain numbers; the log line is made from t
 the two can't disagree.
 """
 
+import contextlib
 import re
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.core.config import RunConfig
 from megatron.training.loggers import BackgroundLogger, make_loggers
@@ -75,12 +76,19 @@ def _number(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
+def _print(text: str, stream: TextIO | None) -> None:
+    """Print, or don't: a log on a full disk or without a reader stops no run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
+
+
 class Reporter:
     """Log, metrics file, TensorBoard and wandb of one run; silent on ranks other than 0."""
 
     def __init__(self, config: RunConfig, *, rank: int, flat: Record) -> None:
         self._rank = rank
         self._file: MetricsFile | None = None
+        self._lost = False
         self._loggers: list[BackgroundLogger] = []
         self._config = config
         self._flat = flat
@@ -101,12 +109,12 @@ class Reporter:
         if self._rank == 0:
             stamp = time.strftime("[%Y-%m-%d %H:%M:%S]")
             for line in text.splitlines():
-                print(f"{stamp} {line}", flush=True)
+                _print(f"{stamp} {line}", sys.stdout)
 
     def warn(self, text: str) -> None:
         """Print a warning to standard error, on rank 0."""
         if self._rank == 0:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            _print(f"warning: {text}", sys.stderr)
 
     def training(self, record: Record, total_iterations: int) -> None:
         """Report a training record."""
@@ -124,7 +132,16 @@ class Reporter:
 
     def _write(self, record: Record) -> None:
         if self._file is not None:
-            self._file.write(record)
+            try:
+                self._file.write(record)
+                self._lost = False
+            except OSError as error:  # said when it begins; the next line may fit again
+                if not self._lost:
+                    self.warn(
+                        f"--metrics-file {self._config.logging.metrics_file}: {error.strerror}; "
+                        "lines are lost until it can be written again; training goes on"
+                    )
+                self._lost = True
         scalars = {
             key: float(value)
             for key, value in record.items()

@@ -94,6 +94,10 @@ def test_a_window_counts_the_query_whichever_way_it_is_written(words):
     assert parse_args(words).model.window_size == 128
 
 
+def test_a_list_that_starts_with_a_minus_is_a_value():
+    assert parse_args(["--split", "-1,1,1"]).data.split == "-1,1,1"  # to be refused as a split
+
+
 def test_the_last_of_a_repeated_flag_wins():
     config = parse_words("--seed 1 --bf16 --seed 2 --no-bf16 --data-path a --data-path b c")
     assert config.training.seed == 2 and config.model.bf16 is False
@@ -118,6 +122,9 @@ def test_every_switch_goes_both_ways():
         ("--num_layers 4", "--num_layers is an unknown flag; did you mean --num-layers?"),
         ("--zzzz", "--zzzz is an unknown flag; see --help"),
         ("-x 3", "-x is an unknown flag"),
+        ("--window-size -1,0", "--window-size: -1,0 (left,right as in Megatron-LM) is no window"),
+        ("--lr -1,0", "--lr: '-1,0' is not a number"),
+        ("-1,0", "'-1,0' belongs to no flag"),
         ("--window-size 64,64", "--window-size: 64,64 (left,right as in Megatron-LM) is no causal"),
         ("--window-size 64 64", "right must be 0; use 64,0 or, the same here, 65"),
         ("--window-size=-1,0", "is no window: every key is seen; leave the flag out"),

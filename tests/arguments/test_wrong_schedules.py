@@ -90,6 +90,12 @@ WRONG = {
         8,
         ["stage 2: lr: min 0.5 must not be greater than peak 0.001"],
     ),
+    "warmup of a stage in samples": (
+        {"train_iters": None, "train_samples": 32, "lr": {"rule": "rewarm", "warmup_iters": 3}},
+        "",
+        8,
+        ["stage 2: lr: warmup_iters 3 must not be more than the stage's 2 iterations"],
+    ),
     "decay style": (
         {"lr": {"rule": "rewarm"}},
         "--lr-decay-style inverse-square-root",

@@ -226,6 +226,20 @@ def test_wrong_mappings_say_what_is_wrong_and_what_to_do(scaling, message):
         rope_inv_freq(16, 1e4, scaling, seq_length=128)
 
 
+@pytest.mark.parametrize("length", [None, 64, 128])
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_both_lists_of_longrope_have_a_factor_for_each_pair_at_every_length(name, length):
+    scaling = longrope(original_max_position_embeddings=64) | {name: [1.0] * 7}
+    with pytest.raises(ValueError, match=f"{name} has 7 factors; it must have one for each"):
+        rope_inv_freq(16, 1e4, scaling, length)
+
+
+@pytest.mark.parametrize("head_dim", [0, 1, -2])
+def test_a_head_without_a_pair(head_dim):
+    with pytest.raises(ValueError, match=f"head dimension {head_dim} must be at least 2"):
+        rope_inv_freq(head_dim, 1e4)
+
+
 def test_wrong_numbers():
     with pytest.raises(ValueError, match="rotates 15 dimensions"):
         rope_inv_freq(15, 1e4)

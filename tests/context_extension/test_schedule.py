@@ -291,12 +291,51 @@ def test_bad_stages_name_stage_key_and_cure(tmp_path, case):
         ("stage: []\nstages: []", "unknown key stage beside stages; did you mean stages?"),
         ("stages:\n  - seq_length: 1\n    seq_length: 2", "key seq_length is given twice"),
         ("stages: [!!python/object/apply:os.getcwd []]", "is not YAML"),
+        ("stages: [{seq_length: !!int abc}]", "is not YAML: invalid literal"),
+        ("stages: [{seq_length: !!float abc}]", "is not YAML: could not convert"),
+        ("stages: [{seq_length: !!bool abc}]", "is not YAML"),
+        ("stages: [{seq_length: !!timestamp abc}]", "is not YAML"),
+        ("stages: [{seq_length: 1_0_}]", "is not YAML: invalid literal"),
+        ("stages: [{seq_length: " + "9" * 5000 + "}]", "is not YAML: Exceeds the limit"),
+        ("[" * 3000, "nested too deeply"),
+        ("stages: [{seq_length: 1, <<: 3}]", "is not YAML: << in line 1 must name"),
+        ("stages: [&a {<<: *a}]", "stage 1: seq_length is missing"),
+        ("stages:\n  - &a {x: 1}\n  - {<<: *a, <<: *a}", "key << is given twice"),
     ],
 )
 def test_bad_files(tmp_path, text, message):
     with pytest.raises(ValueError, match="stages.yaml") as caught:
         load(tmp_path, text)
     assert message in str(caught.value)
+
+
+def test_numbers_with_leading_zeros_are_decimal(tmp_path):
+    # YAML 1.1, and so PyYAML by itself, reads 0400 as octal.
+    text = "stages: [{seq_length: 0400, train_iters: 012, global_batch_size: +2}]"
+    (stage,) = load(tmp_path, text).stages
+    assert (stage.seq_length, stage.train_iters, stage.global_batch_size) == (400, 12, 2)
+
+
+def test_a_stage_may_take_keys_from_another_one(tmp_path):
+    text = """
+stages:
+  - &first {seq_length: 64, train_iters: 2, global_batch_size: 1, rotary_base: 5e5}
+  - &second {<<: *first, seq_length: 128}
+  - {<<: *second, train_iters: 3}
+  - {<<: [{seq_length: 256}, *second]}
+"""
+    stages = load(tmp_path, text).stages
+    assert [stage.seq_length for stage in stages] == [64, 128, 128, 256]
+    assert [stage.iterations for stage in stages] == [2, 2, 3, 2]
+    assert {stage.rotary_base for stage in stages} == {5e5}
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path, encoding):
+    path = tmp_path / "stages.yaml"
+    path.write_bytes("# é\nstages: []".encode(encoding))
+    with pytest.raises(ValueError, match="stages.yaml is not UTF-8 .byte . is 0x..[)]; save it"):
+        ContextSchedule.from_yaml(path)
 
 
 def test_a_missing_file_and_all_faults_at_once(tmp_path):

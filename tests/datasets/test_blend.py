@@ -92,6 +92,14 @@ def test_splits_share_no_document(tmp_path: Path) -> None:
     assert set().union(*seen.values()) == set(range(300))
 
 
+@pytest.mark.parametrize("corpora", [[[]], [[0, 0]], [[], [0]]])
+def test_corpora_without_a_token_are_named_not_the_split(
+    corpora: list[list[int]], tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match="c0.*: no tokens at all; give a corpus"):
+        build_document_source(write_corpora(tmp_path, corpora), split="60,30,10")
+
+
 def test_a_part_without_share_is_none_and_one_without_documents_an_error(tmp_path: Path) -> None:
     path = str(write_corpus(tmp_path / "d", [4] * 10))
     assert build_document_source([path], part="valid", split="100,0,0") is None

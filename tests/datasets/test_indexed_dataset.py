@@ -192,10 +192,29 @@ def test_ids_that_do_not_fit_are_never_wrapped(tmp_path: Path) -> None:
         builder.add_document([[1, 2]])
     with pytest.raises(DatasetError, match="don't add up"):
         builder.add_document([1, 2, 3], [1, 1])
+    for lengths in ([1.7, 1.2], [1.0, 1.0], [[1, 1]], ["1", "1"]):
+        for add in (builder.add_document, builder.add_documents):
+            with pytest.raises(DatasetError, match="lengths must be a flat list of whole numbers"):
+                add([1, 2], lengths)
     with pytest.raises(DatasetError, match="no code"):
         IndexedDatasetBuilder(tmp_path / "v", np.uint32)
     builder.finalize()
     assert IndexedDataset(tmp_path / "u")[0].tolist() == [65535]
+
+
+def test_nothing_is_added_after_the_end(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "u", np.uint16)
+    builder.add_document([1])
+    builder.finalize()
+    for late in (
+        lambda: builder.add_document([2]),
+        lambda: builder.add_documents([2], [1]),
+        lambda: builder.add_index(tmp_path / "u"),
+        builder.finalize,
+    ):
+        with pytest.raises(DatasetError, match="already finalized; begin another builder"):
+            late()
+    assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "u")] == [[1]]
 
 
 def test_ids_outside_the_vocabulary_are_refused_at_read(tmp_path: Path) -> None:

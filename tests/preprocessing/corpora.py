@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -113,12 +114,16 @@ def command(name: str, *arguments: Any) -> list[str]:
 
 
 def run_here(capsys: Any, name: str, *arguments: Any) -> Done:
-    """Run a tool inside this process (its worker processes are real): no start-up to wait for."""
+    """Run a tool inside this process (its worker processes are real): no start-up to wait for.
+
+    A tool ends its process without unwinding it, which here would end pytest without a word.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     argv, sys.argv = sys.argv, [name, *map(str, arguments)]
     capsys.readouterr()
     try:
-        run(importlib.import_module(f"tools.{name.removesuffix('.py')}").main)
+        with mock.patch("tools.command.leave", sys.exit):
+            run(importlib.import_module(f"tools.{name.removesuffix('.py')}").main)
     except SystemExit as end:
         out, err = capsys.readouterr()
         return Done(int(end.code or 0), out, err)

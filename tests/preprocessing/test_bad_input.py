@@ -7,10 +7,12 @@ nothing may be left behind.
 import gzip
 import os
 import re
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.preprocessing.corpora import (
@@ -56,6 +58,19 @@ def _damaged_parquet(folder: Path) -> str:
 def _empty_folder(folder: Path) -> str:
     (folder / "empty").mkdir()
     return str(folder / "empty")
+
+
+def _tar(folder: Path) -> str:
+    text = _file(folder, "plain.txt", b"nothing but text")
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        archive.add(text, "plain.txt")
+    return str(folder / "a.tar")
+
+
+def _twin_columns(folder: Path) -> str:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, folder / "twins.parquet")
+    return str(folder / "twins.parquet")
 
 
 def _broken_dataset(folder: Path) -> str:
@@ -154,6 +169,26 @@ CASES: dict[str, tuple[Callable[[Path], Arguments], int, str]] = {
         lambda f: ["--input", _file(f, "a.jsonl.zst", b"plain text here")],
         1,
         "a.jsonl.zst: damaged",
+    ),
+    "tar of texts": (
+        lambda f: ["--input", _tar(f)],
+        1,
+        "--input .*a.tar: an archive; unpack it and give the folder",
+    ),
+    "compressed tar": (
+        lambda f: ["--input", _file(f, "a.TAR.gz", gzip.compress(Path(_tar(f)).read_bytes()))],
+        1,
+        "a.TAR.gz: an archive",
+    ),
+    "bzip2, skipping bad lines": (
+        lambda f: ["--input", _good(f), _file(f, "a.jsonl.bz2", b"BZh9"), "--skip-bad-lines"],
+        1,
+        "a.jsonl.bz2: a compression that isn't read; .* as .gz or .zst",
+    ),
+    "two columns of one name": (
+        lambda f: ["--input", _twin_columns(f)],
+        1,
+        "twins.parquet: 2 columns are called 'text'; keep or rename one",
     ),
     "cut parquet": (lambda f: ["--input", _cut_parquet(f)], 1, "cut.parquet: not a whole parquet"),
     "damaged parquet": (lambda f: ["--input", _damaged_parquet(f)], 1, "damaged.parquet: row"),

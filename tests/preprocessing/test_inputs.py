@@ -120,6 +120,18 @@ def test_several_members_and_frames(tmp_path: Path) -> None:
         assert _records([str(tmp_path / name)]) == [str(i) for i in range(100)]
 
 
+@pytest.mark.parametrize("size", [1, 16_000, 16_384, 50_000])
+def test_padding_between_gzip_members_of_any_size(size: int, tmp_path: Path) -> None:
+    """Tapes and block devices pad with NULs; the reader must not stumble over its own block."""
+    members = [gzip.compress(f'{{"text": "{i}"}}\n'.encode()) for i in range(3)]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes((b"\0" * size).join([*members, b""]))
+    assert _records([str(path)]) == ["0", "1", "2"]
+    path.write_bytes(b"\0" * size + members[0])
+    with pytest.raises(CorpusError, match="damaged"):
+        _records([str(path)])
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_every_cut_of_a_compressed_file_is_found(suffix: str, tmp_path: Path) -> None:
     whole = write_jsonl(tmp_path / f"a.jsonl{suffix}", documents(20)).read_bytes()

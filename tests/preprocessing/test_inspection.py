@@ -98,6 +98,36 @@ def test_errors(arguments: list[str], message: str, prefix: Path) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--show", "-1"], "--show -1 must be at least 0"),
+        (["--max-tokens", "-3"], "--max-tokens -3 must be at least 1"),
+        (["--vocab-size", "0"], "--vocab-size 0 must be at least 1"),
+        (["--longer-than", "64", "-5"], "--longer-than -5 must be at least 0"),
+    ],
+)
+def test_numbers_out_of_range(arguments: list[str], message: str, prefix: Path) -> None:
+    done = run_tool("inspect_dataset.py", "--input", prefix, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_a_picture_that_can_not_be_written_is_refused_first(prefix: Path) -> None:
+    done = run_tool("inspect_dataset.py", "--input", prefix, "--png", f"{prefix}.bin/x.png")
+    assert (done.code, done.out) == (1, "")
+    assert "--png" in done.err and "can't be written" in done.err
+
+
+def test_floats_are_no_ids(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "f", np.float32) as builder:
+        builder.add_document([1.0, 2.5])
+    assert run_tool("inspect_dataset.py", "--input", tmp_path / "f").code == 0
+    done = run_tool("inspect_dataset.py", "--input", tmp_path / "f", "--vocab-size", "100")
+    assert done.code == 1
+    assert "f.bin: holds float32, not token ids" in done.err
+
+
 def test_damaged_pairs(prefix: Path) -> None:
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])

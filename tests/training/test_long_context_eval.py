@@ -335,11 +335,29 @@ def test_the_command_writes_tables_and_pictures(run: Path, tmp_path: Path) -> No
     assert "Traceback" not in missing.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--length 0", "--length 0 must be at least 1"),
+        ("--documents 0", "--documents 0 must be at least 1"),
+        ("--passkey-lengths 64 -1", "--passkey-lengths -1 must be at least 1"),
+        ("--passkey-depths 0 1.5", "--passkey-depths 1.5 must be between 0"),
+        ("--seed -1", "--seed -1 must be at least 0"),
+        ("--no-position-loss --no-passkey", "leave nothing to do; remove one"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_flag(words: str, message: str, tmp_path: Path) -> None:
+    result = call("tools/evaluate.py", f"--load={tmp_path}", f"--output={tmp_path}", *words.split())
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
 def test_the_generator_writes_a_corpus(tmp_path: Path) -> None:
     argv = [f"--output-prefix={tmp_path}/p", "--documents=20", "--lengths", "30", "60"]
     assert call("tools/make_passkey_data.py", *argv).returncode == 0
     dataset = IndexedDataset(str(tmp_path / "p"))
     assert len(dataset) == 20 and set(dataset.sequence_lengths.tolist()) == {30, 60}
+    seed = call("tools/make_passkey_data.py", *argv, "--seed=-1")
+    assert seed.returncode == 2 and "--seed -1 must be at least 0" in seed.stderr
     bad = call("tools/make_passkey_data.py", *argv, "--vocab-size=100")
     assert bad.returncode == 1 and "--vocab-size 100 must be at least" in bad.stderr
 

@@ -1,5 +1,6 @@
 """The small parts of the training room: launch environment, signals, metrics, loggers, rates."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config import OptimizerConfig, RunConfig
+from megatron.core.config.record import replace_values
 from megatron.core.context_extension import ContextSchedule, StageDefaults
 from megatron.training.launch_env import first_host, launch_environment, slurm_port
 from megatron.training.learning_rate import learning_rate
 from megatron.training.loggers import BackgroundLogger
 from megatron.training.metrics_file import MetricsFile, cut_torn_line, read_metrics
-from megatron.training.reporting import format_training_line, peak_tflops
+from megatron.training.reporting import Reporter, format_training_line, peak_tflops
 
 SLURM = {
     "SLURM_PROCID": "3",
@@ -66,11 +68,27 @@ def test_two_jobs_on_one_node_get_two_ports() -> None:
         ("n1", "n1"),
         ("n1,n2", "n1"),
         ("rack[1-2]-x", "rack1-x"),
+        ("r[1-2]n[03-04]", "r1n03"),
+        ("r[5,1-2]n[3-4]z,a[1-2]", "r5n3z"),
     ],
 )
 def test_first_host(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "a[", "a[]", "a]1", ","])
+def test_a_node_list_without_a_host_is_refused(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="names no host"):
+        first_host(nodes)
+
+
+def test_the_rendezvous_is_on_the_first_node_of_the_step() -> None:
+    # srun may start a step on a part of the job's nodes; rank 0 is on the first of them.
+    step = {"SLURM_JOB_NODELIST": "a[3-6]", "SLURM_NNODES": "4"}
+    step |= {"SLURM_STEP_NODELIST": "a[5-6]", "SLURM_STEP_NUM_NODES": "2"}
+    assert launch_environment(SLURM | step).master_addr == "a5"
 
 
 def test_scontrol_is_asked_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +107,45 @@ def test_scontrol_is_asked_where_it_exists(tmp_path: Path, monkeypatch: pytest.M
         ({"SLURM_PROCID": "9"}, "rank 9"),
         ({"SLURM_NTASKS": "four"}, "whole number"),
         ({"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}, "don't divide"),
+        ({"SLURM_NNODES": "0", "SLURM_NTASKS_PER_NODE": ""}, "don't divide over 0 nodes"),
+        ({"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
+        ({"SLURM_LOCALID": "2"}, "local rank 2 must lie in 0..1"),
     ],
 )
 def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> None:
     environ = {key: value for key, value in (SLURM | changes).items() if value}
     with pytest.raises(ValueError, match=words):
         launch_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "per_node"),
+    [
+        ("4", "2", "2(x2)"),
+        ("4", "2", "2,2"),
+        ("9", "3", "3,4,2"),
+        ("12", "3", "4,2,6"),
+        ("12", "4", "3(x2),2,4"),
+    ],
+)
+def test_nodes_with_unequal_tasks_are_refused(tasks: str, nodes: str, per_node: str) -> None:
+    environ = SLURM | {"SLURM_NTASKS": tasks, "SLURM_NNODES": nodes}
+    del environ["SLURM_NTASKS_PER_NODE"]
+    environ["SLURM_STEP_TASKS_PER_NODE"] = per_node
+    if tasks == "4":
+        assert launch_environment(environ).ranks_per_node == 2
+    else:
+        with pytest.raises(ValueError, match="start one task per device on every node"):
+            launch_environment(environ)
+
+
+@pytest.mark.parametrize("alone", [{"RANK": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_half_of_a_rank_is_refused(alone: dict[str, str]) -> None:
+    # Else each of the processes would be rank 0 of 1, and all would write the same files.
+    with pytest.raises(ValueError, match="set both"):
+        launch_environment(alone)
+    assert launch_environment({"WORLD_SIZE": "1"}).launcher == "single"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +156,10 @@ def test_contradicting_slurm_variables(changes: dict[str, str], words: str) -> N
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' must be a whole number"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must lie in 1..65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 must lie in 1..65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
+        ({"LOCAL_RANK": "5"}, "local rank 5 must lie in 0..1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "ranks of this node: 0"),
     ],
 )
 def test_wrong_torchrun_variables(changes: dict[str, str], words: str) -> None:
@@ -158,6 +213,41 @@ def test_metrics_lines_survive_a_torn_one(tmp_path: Path) -> None:
     records = read_metrics(str(path))
     assert [(r["iteration"], r.get("lm_loss")) for r in records] == [(1, 2.0), (2, 1.5), (2, None)]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_line_that_is_not_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(str(path), fresh=True)
+    file.write({"iteration": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    with pytest.raises(OSError, match="No space left"):
+        file.write({"iteration": 2})
+    monkeypatch.setattr(os, "write", write)
+    file.write({"iteration": 3})
+    file.close()
+    assert [r["iteration"] for r in read_metrics(str(path))] == [1, 3]
+
+
+def test_a_full_disk_under_log_and_metrics_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace_values(RunConfig(), {"metrics_file": "/dev/full"})
+    reporter = Reporter(config, rank=0, flat={})
+    reporter.open(run_id="x", resumed=False)
+    record = {"split": "valid", "iteration": 1, "eval_lm_loss": 2.0, "loss_tokens": 8}
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        reporter.evaluation(record)
+        reporter.evaluation(record)
+        with contextlib.suppress(OSError):
+            full.close()
+        reporter.evaluation(record)
+    reporter.close()
+    text = capfd.readouterr().err
+    assert text.count("--metrics-file /dev/full: No space left on device; lines are lost") == 1
 
 
 @pytest.mark.parametrize("text", ["", "no newline at all", "a" * 10_000])

@@ -24,6 +24,8 @@ def rotary_dim(head_dim: int, rotary_percent: float = 1.0) -> int:
     """
     if not 0 < rotary_percent <= 1:
         raise ValueError(f"--rotary-percent {rotary_percent} must be in (0, 1]")
+    if head_dim < 2:
+        raise ValueError(f"head dimension {head_dim} must be at least 2: RoPE turns pairs")
     dim = int(head_dim * rotary_percent)
     if dim < 2 or dim % 2:
         raise ValueError(

@@ -136,13 +136,13 @@ def _longrope(
     dim: int, theta: float, scaling: Mapping[str, Any], seq_length: int | None
 ) -> Frequencies:
     original = _original_length(scaling)
-    name = "long_factor" if seq_length and seq_length > original else "short_factor"
-    factors = scaling[name]
-    if len(factors) != dim // 2:
-        raise ValueError(
-            f"rope_scaling: {name} has {len(factors)} factors; it must have one for each of the "
-            f"{dim // 2} rotated pairs"
-        )
+    for name in ("long_factor", "short_factor"):
+        if len(scaling[name]) != dim // 2:  # the one not used now may be in a later stage
+            raise ValueError(
+                f"rope_scaling: {name} has {len(scaling[name])} factors; it must have one for each "
+                f"of the {dim // 2} rotated pairs"
+            )
+    factors = scaling["long_factor" if seq_length and seq_length > original else "short_factor"]
     frequencies = [
         frequency / factor for frequency, factor in zip(_plain(dim, theta), factors, strict=True)
     ]

@@ -40,6 +40,79 @@ SYNONYMS = {
 }
 
 
+_RESOLVERS = (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?[0-9][0-9_]*$", "-+0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$",
+        "-+.0123456789",
+    ),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("merge", r"^(?:<<)$", "<"),
+)
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _RepeatedKey(ValueError):
+    pass
+
+
+def _loader() -> Any:
+    """PyYAML's safe loader, strict about repeated keys, numbers by the rules of YAML 1.2."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """SafeLoader without base-60 and octal numbers and yes/no bools."""
+
+        yaml_implicit_resolvers: dict = {}
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if (key.tag, key.value) in seen:
+                        line = node.start_mark.line + 1
+                        raise _RepeatedKey(
+                            f"key {key.value} is given twice in the mapping that starts at line "
+                            f"{line}; keep one"
+                        )
+                    seen.add((key.tag, key.value))
+            return node
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Replace ``<<`` by what it names; PyYAML's own lets a later mapping win."""
+            own = [pair for pair in node.value if pair[0].tag != _MERGE]
+            node.value, named = own, [value for key, value in node.value if key.tag == _MERGE]
+            for value in named:
+                parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for part in parts:
+                    if not isinstance(part, yaml.MappingNode):
+                        raise ValueError(
+                            f"<< in line {node.start_mark.line + 1} must name a mapping or a list "
+                            "of mappings"
+                        )
+                    self.flatten_mapping(part)
+                    node.value = part.value + own
+                    own = node.value
+
+    for tag, pattern, first in _RESOLVERS:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+    Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+    Loader.add_constructor("tag:yaml.org,2002:float", _float)
+    return Loader
+
+
+def _decimal(loader: Any, node: Any) -> int:
+    """PyYAML's own constructor reads 0400 as 256."""
+    return int(loader.construct_scalar(node))
+
+
+def _float(loader: Any, node: Any) -> float:
+    return float(loader.construct_scalar(node))
+
+
 def load_yaml(path: str | Path) -> Any:
     """The document of a YAML file, loaded safely, by the number rules of YAML 1.2.
 
@@ -48,34 +121,6 @@ def load_yaml(path: str | Path) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """SafeLoader without base-60 numbers and yes/no bools, strict about repeated keys."""
-
-        yaml_implicit_resolvers: dict = {}
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    line = node.start_mark.line + 1
-                    raise ValueError(
-                        f"{path}: key {key} is given twice in the mapping that starts at line "
-                        f"{line}; keep one"
-                    )
-            return super().construct_mapping(node, deep)
-
-    for tag, pattern, first in (
-        ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-        ("int", r"^[-+]?[0-9][0-9_]*$", "-+0123456789"),
-        (
-            "float",
-            r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$",
-            "-+.0123456789",
-        ),
-        ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-        ("merge", r"^(?:<<)$", "<"),
-    ):
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -83,9 +128,19 @@ def load_yaml(path: str | Path) -> Any:
             f"--context-schedule {path} can't be read ({error.strerror}); give the path of a "
             "YAML file"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--context-schedule {path} is not UTF-8 (byte {error.start} is "
+            f"0x{error.object[error.start]:02x}); save it as UTF-8"
+        ) from None
     try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _loader())
+    except _RepeatedKey as error:
+        raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not a schedule: nested too deeply") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML lets Python's own errors through where a tag contradicts its value (!!int abc).
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 

@@ -149,6 +149,9 @@ def build_document_source(
             for component in cut
         ]
     if not components:
+        if not any(corpus.num_tokens for corpus in corpora):
+            names = ", ".join(corpus.name for corpus in corpora)
+            raise DatasetError(f"{names}: no tokens at all; give a corpus that holds some")
         total = sum(corpus.num_documents for corpus in corpora)
         raise DatasetError(
             f"no documents for the {part} part: {total} documents in {len(corpora)} corpora"

@@ -69,8 +69,9 @@ class IndexedDatasetBuilder:
         Raises:
             DatasetError: if an id doesn't fit ``dtype`` or the lengths don't add up.
         """
+        self._check_open()
         values = self._converted(tokens)
-        parts = [len(values)] if lengths is None else [int(length) for length in lengths]
+        parts = [len(values)] if lengths is None else self._whole(lengths).tolist()
         if min(parts, default=0) < 0 or sum(parts) != len(values):
             raise DatasetError(
                 f"{self.path_prefix}: sequence lengths {parts} don't add up to the document's "
@@ -91,7 +92,8 @@ class IndexedDatasetBuilder:
         Raises:
             DatasetError: if an id doesn't fit ``dtype`` or the lengths don't add up.
         """
-        values, counts = self._converted(tokens), np.asarray(lengths, dtype=np.int64)
+        self._check_open()
+        values, counts = self._converted(tokens), self._whole(lengths)
         if counts.size and int(counts.min()) < 0 or int(counts.sum()) != len(values):
             raise DatasetError(
                 f"{self.path_prefix}: {len(counts)} document lengths add up to "
@@ -114,6 +116,7 @@ class IndexedDatasetBuilder:
         Raises:
             DatasetError: if its type holds ids that ours can't (uint16 from int32).
         """
+        self._check_open()
         other = IndexedDataset(path_prefix)
         if not np.can_cast(other.dtype, self.dtype, "safe"):
             raise DatasetError(
@@ -137,10 +140,7 @@ class IndexedDatasetBuilder:
         Raises:
             DatasetError: on a second call, or if another process writes the same prefix.
         """
-        if self._finalized:
-            raise DatasetError(
-                f"{self.path_prefix}: already finalized; make another builder for another corpus"
-            )
+        self._check_open()
         _flush_to_disk(self._file)
         self._file.close()
         with open(self._idx_partial, "wb") as file:
@@ -193,6 +193,20 @@ class IndexedDatasetBuilder:
             self.abort()
         elif not self._finalized:
             self.finalize()
+
+    def _check_open(self) -> None:
+        if self._finalized:
+            raise DatasetError(f"{self.path_prefix}: already finalized; begin another builder")
+
+    def _whole(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Lengths as a flat array of int64; a fraction is refused, not cut off."""
+        values = np.asarray(lengths)
+        if values.ndim != 1 or values.size and not np.issubdtype(values.dtype, np.integer):
+            raise DatasetError(
+                f"{self.path_prefix}: lengths must be a flat list of whole numbers, not "
+                f"{values.dtype} of shape {list(values.shape)}"
+            )
+        return values.astype(np.int64)
 
     def _converted(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
         """``tokens`` as a flat array of ``dtype``, every value checked."""

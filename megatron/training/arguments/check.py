@@ -8,7 +8,7 @@ configuration costs a fraction of a second, on any number of ranks.
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron.core.config import RunConfig
-from megatron.core.context_extension import Stage, StageDefaults
+from megatron.core.context_extension import ContextSchedule, Stage, StageDefaults
 from megatron.core.context_extension.schedule_file import load_yaml, read_stages
 from megatron.training.arguments import resolve
 from megatron.training.arguments.no_effect import settings_without_effect
@@ -47,6 +47,17 @@ def _stages(config: RunConfig, defaults: StageDefaults) -> tuple[list[Stage], li
     return stages, []
 
 
+def _steps(stage: Stage, defaults: StageDefaults) -> int | None:
+    """Iterations of a stage, also where its length is given in samples or tokens."""
+    sizes = (stage.seq_length, stage.micro_batch_size, stage.global_batch_size)
+    if any(size is not None and size < 1 for size in sizes):  # another rule refuses them
+        return stage.train_iters
+    try:
+        return ContextSchedule.from_stages([stage], defaults).total_iterations or None
+    except ValueError:
+        return stage.train_iters
+
+
 def _facts(config: RunConfig, world_size: int, ranks_per_node: int) -> tuple[Facts, list[str]]:
     parallel_sizes_valid = (
         min(
@@ -59,15 +70,18 @@ def _facts(config: RunConfig, world_size: int, ranks_per_node: int) -> tuple[Fac
     )
     stages: list[Stage] = []
     problems: list[str] = []
+    steps: list[int | None] = []
     if parallel_sizes_valid:
         defaults = resolve.stage_defaults(config, world_size, ranks_per_node)
         stages, problems = _stages(config, defaults)
+        steps = [_steps(stage, defaults) for stage in stages]
     facts = Facts(
         config=config,
         world_size=world_size,
         stages=tuple(stages),
         from_file=config.training.context_schedule is not None,
         dpcp=resolve.dpcp_size(config, world_size),
+        steps=tuple(steps),
     )
     return facts, problems
 

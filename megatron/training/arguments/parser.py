@@ -160,7 +160,9 @@ def _is_number(word: str) -> bool:
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and not _is_number(word)
+    if len(word) < 2 or word[0] != "-" or word[1] in "0123456789.":  # -1e-3, or a list: -1,0
+        return False
+    return not _is_number(word)
 
 
 class _Sorter:

@@ -61,6 +61,10 @@ def check_columns(path: str, schema: Any, keys: tuple[str, ...]) -> None:
         if key not in schema.names:
             there = ", ".join(map(repr, schema.names[:12])) or "none"
             raise CorpusError(f"{path}: no column {key!r} (there: {there}); see --json-keys")
+        if schema.names.count(key) > 1:
+            raise CorpusError(
+                f"{path}: {schema.names.count(key)} columns are called {key!r}; keep or rename one"
+            )
         if not _is_text(schema.field(key).type):
             raise CorpusError(
                 f"{path}: column {key!r} is {schema.field(key).type}, not strings; see --json-keys"

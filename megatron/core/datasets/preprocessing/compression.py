@@ -13,6 +13,9 @@ from typing import Any
 from megatron.core.datasets.preprocessing.records import CorpusError
 
 SUFFIXES = (".gz", ".zst")
+OTHERS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".sz", ".snappy", ".Z", ".zstd")
+"""Compressions that aren't read; never text."""
+ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 _READ = 1 << 14  # at usual ratios a block of about 100 KB
 
 
@@ -33,11 +36,16 @@ def blocks(path: str) -> Iterator[tuple[bytes, int]]:
         CorpusError: naming the file, if it is damaged, cut short or not of its suffix's format.
     """
     make, failure = (_gzip, zlib.error) if path.lower().endswith(".gz") else _zstandard()
-    decompressor, fed, read = make(), False, 0
+    decompressor, fed, read, members = make(), False, 0, 0
+    padded = path.lower().endswith(".gz")  # NULs behind a member are allowed, however many
     with open(path, "rb") as file:
         while chunk := file.read(_READ):
             read += len(chunk)
             while chunk:
+                if padded and members and not fed:
+                    chunk = chunk.lstrip(b"\0")
+                    if not chunk:
+                        break
                 try:
                     data = decompressor.decompress(chunk)
                 except failure as error:
@@ -45,8 +53,7 @@ def blocks(path: str) -> Iterator[tuple[bytes, int]]:
                 fed, chunk = True, b""
                 if decompressor.eof:
                     chunk, decompressor, fed = decompressor.unused_data, make(), False
-                    if path.lower().endswith(".gz"):
-                        chunk = chunk.lstrip(b"\0")  # padding between members is allowed
+                    members += 1
                 if data:
                     yield data, read
     if fed:

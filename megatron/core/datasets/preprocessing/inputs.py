@@ -94,6 +94,14 @@ def _check_text(path: str, keys: tuple[str, ...]) -> None:
         raise CorpusError(
             f"--input {path}: not raw text; give jsonl, parquet, text files or a dataset folder"
         )
+    name = compression.inner_name(path).lower()
+    if name.endswith(compression.ARCHIVES):  # a tar of texts is UTF-8 from end to end
+        raise CorpusError(f"--input {path}: an archive; unpack it and give the folder")
+    if name.endswith(tuple(suffix.lower() for suffix in compression.OTHERS)):
+        raise CorpusError(
+            f"--input {path}: a compression that isn't read; decompress it, or compress it as "
+            f"{' or '.join(compression.SUFFIXES)}"
+        )
     if len(keys) > 1:
         raise CorpusError(
             f"{path}: a text file has one text, but --json-keys names {len(keys)} "

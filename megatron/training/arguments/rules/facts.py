@@ -18,6 +18,8 @@ class Facts:
     """Whether the stages come from a schedule file (else: one stage from the flags)."""
     dpcp: int | None
     """Ranks that share data and context; None when the world size doesn't divide."""
+    steps: tuple[int | None, ...] = ()
+    """Iterations of each stage; None where its batch isn't known."""
 
     def name(self, stage: Stage, key: str) -> str:
         """How a message names a stage's value: by stage and key, or by flag."""

@@ -40,12 +40,11 @@ def coefficients(facts: Facts) -> Iterator[str]:
 
 
 def _decay_steps(facts: Facts) -> int | None:
-    """Steps of decay: the flag, or the run's length where it counts steps everywhere."""
+    """Steps of decay: the flag, or the run's length where it is known."""
     if facts.config.optimizer.lr_decay_iters is not None:
         return facts.config.optimizer.lr_decay_iters
-    if not facts.stages or any(stage.train_iters is None for stage in facts.stages):
-        return None
-    return sum(stage.train_iters or 0 for stage in facts.stages)
+    known = [steps for steps in facts.steps if steps is not None]
+    return sum(known) if known and len(known) == len(facts.steps) else None
 
 
 def warmup(facts: Facts) -> Iterator[str]:
@@ -92,11 +91,14 @@ def stable_decay(facts: Facts) -> Iterator[str]:
         )
     elif last < 1:
         yield f"--lr-wsd-decay-iters {last} must be at least 1; usual is a tenth of the run"
-    elif decay is not None and last > decay - max(0, optimizer.lr_warmup_iters) > 0:
-        yield (
-            f"--lr-wsd-decay-iters {last} must not be more than the "
-            f"{decay - optimizer.lr_warmup_iters} steps after warmup; lower it"
-        )
+    elif decay is not None:
+        fraction = optimizer.lr_warmup_fraction
+        steps = optimizer.lr_warmup_iters if fraction is None else fraction * decay
+        if last > decay - max(0, steps) > 0:
+            yield (
+                f"--lr-wsd-decay-iters {last} must not be more than the {decay - steps:g} steps "
+                "after warmup; lower it"
+            )
 
 
 def stage_learning_rates(facts: Facts) -> Iterator[str]:
@@ -113,6 +115,16 @@ def stage_learning_rates(facts: Facts) -> Iterator[str]:
             yield (
                 f"stage {stage.number}: lr: min {least:g} must not be greater than peak {peak:g}; "
                 "give both in the stage, or change --lr or --min-lr"
+            )
+
+
+def stage_warmups(facts: Facts) -> Iterator[str]:
+    """A stage is as long as its own warmup, also where it counts samples or tokens."""
+    for stage, steps in zip(facts.stages, facts.steps):
+        if stage.train_iters is None and steps is not None and stage.lr.warmup_iters > steps:
+            yield (
+                f"stage {stage.number}: lr: warmup_iters {stage.lr.warmup_iters} must not be more "
+                f"than the stage's {steps} iterations; lower it"
             )
 
 
@@ -155,6 +167,7 @@ RULES = (
     warmup,
     stable_decay,
     stage_learning_rates,
+    stage_warmups,
     stage_decay_styles,
     optimizer_package,
     layer_package,
