@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron.core.config.checkpoint import CheckpointConfig
 from megatron.core.dist_checkpointing.checkpoint_io import read_state
 from megatron.core.dist_checkpointing.directory import (
+    POINTER,
     all_iterations,
     complete_iterations,
     is_complete,
@@ -115,11 +116,21 @@ def refuse_missing_checkpoint(options: CheckpointConfig) -> None:
                 )
             if problem:
                 raise ValueError(problem)
-        problem = _in_the_way(effective)
+        problem = _no_pointer(effective) or _in_the_way(effective)
     except CheckpointError as error:
         raise ValueError(f"{error}") from None
     if problem:
         raise ValueError(problem)
+
+
+def _no_pointer(options: CheckpointConfig) -> str | None:
+    """What keeps a save from naming itself the latest."""
+    if options.save is None:
+        return None
+    pointer = Path(options.save) / POINTER
+    if not pointer.is_dir() or pointer.is_symlink():
+        return None
+    return f"--save {options.save}: {pointer.name} in it must be a file, not a folder; move it away"
 
 
 def _in_the_way(options: CheckpointConfig) -> str | None:

@@ -49,7 +49,8 @@ def leave_stage(trainer: Trainer) -> None:
         trainer.loader.close()
         trainer.loader = None
     for loader in trainer.eval_loaders.values():
-        loader.close()
+        if loader is not None:
+            loader.close()
     trainer.eval_loaders.clear()
     trainer.workspace.clear()
     if trainer.device.type == "cuda":
@@ -74,10 +75,16 @@ def describe(trainer: Trainer, stage: Stage) -> str:
 def eval_loader(trainer: Trainer, part: str) -> BatchLoader | None:
     """The loader of an evaluation part in the current stage; None without such data."""
     if part not in trainer.eval_loaders:
-        source = _source(trainer, part, trainer.current_stage)
-        if source is None:
-            return None
-        trainer.eval_loaders[part] = make_loader(trainer, trainer.current_stage, source, None, 0)
+        stage = trainer.current_stage
+        source = _source(trainer, part, stage)
+        if source is None and part == "valid":
+            trainer.reporter.say(
+                "no validation data (--valid-data-path, or the second part of --split): "
+                "nothing is evaluated"
+            )
+        trainer.eval_loaders[part] = (
+            None if source is None else make_loader(trainer, stage, source, None, 0)
+        )
     return trainer.eval_loaders[part]
 
 

@@ -52,7 +52,7 @@ class Trainer:
     stage: Stage | None = None
     """The stage whose loaders and groups are in place; None before the first."""
     loader: BatchLoader | None = None
-    eval_loaders: dict[str, BatchLoader] = dataclasses.field(default_factory=dict)
+    eval_loaders: dict[str, BatchLoader | None] = dataclasses.field(default_factory=dict)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

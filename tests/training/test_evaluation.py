@@ -58,3 +58,11 @@ def test_evaluation_is_the_mean_over_tokens_of_the_same_rows(tmp_path: Path) -> 
     assert none == []
     for key in ("lm_loss", "grad_norm", "consumed_tokens"):
         assert [r[key] for r in undisturbed] == [r[key] for r in other_steps], key
+
+
+def test_missing_validation_data_is_said_once(tmp_path: Path) -> None:
+    corpus = write_corpus(f"{tmp_path}/c", documents=50, vocab_size=97, longest=40)
+    flags = [*FLAGS, f"--data-path={corpus}", "--split=100,0,0"]
+    text = run_job(1, flags, timeout=60).check().output[0]
+    assert text.count("no validation data") == 1
+    assert "evaluation on" not in text

@@ -240,8 +240,13 @@ def fake_wandb(rank: int) -> None:
         def finish(self) -> None:
             pass
 
+    def init(**settings: Any) -> Run:
+        with open(os.environ["WANDB_LOG"] + ".inits", "a") as file:
+            file.write(json.dumps({key: settings[key] for key in ("id", "resume")}) + "\n")
+        return Run()
+
     module = types.ModuleType("wandb")
-    module.init = lambda **_: Run()  # type: ignore[attr-defined]
+    module.init = init  # type: ignore[attr-defined]
     sys.modules["wandb"] = module
 
 
@@ -276,6 +281,18 @@ def test_stages_are_marked_in_metrics_tensorboard_and_wandb(tmp_path: Path) -> N
     for place, key in enumerate(("stage", "seq_length", "rotary_base"), 1):
         points = [(event.step, event.value) for event in events.Scalars(key)]
         assert points == [(row[0], float(row[place])) for row in expected]
+
+
+def test_a_requeued_job_goes_on_in_its_wandb_run(tmp_path: Path) -> None:
+    flags = [*TINY, f"--save={tmp_path}/c", f"--load={tmp_path}/c", "--wandb-project=test"]
+    environ = {"WANDB_LOG": str(tmp_path / "wandb.jsonl")}
+    for more in (["--exit-interval=2"], []):
+        run_job(2, [*flags, *more], environ=environ, hook=fake_wandb, timeout=60).check()
+    inits = [json.loads(line) for line in (tmp_path / "wandb.jsonl.inits").read_text().splitlines()]
+    assert len(inits) == 2  # the first rank's alone, once a start
+    assert inits[0] == inits[1] and inits[0]["id"] and inits[0]["resume"] == "allow"
+    logged = [json.loads(line) for line in (tmp_path / "wandb.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in logged] == [1, 2, 3, 4]
 
 
 def real_text(folder: Path) -> None:

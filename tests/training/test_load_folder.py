@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.checkpoint import CheckpointConfig
-from megatron.core.dist_checkpointing.directory import iteration_folder, write_checksums
+from megatron.core.dist_checkpointing.directory import (
+    POINTER,
+    iteration_folder,
+    write_checksums,
+)
 from megatron.training import initialize
 from megatron.training.load_folder import refuse_missing_checkpoint
 from tests.utils.jobs import TINY, run_job
@@ -57,6 +61,17 @@ def test_what_makes_a_checkpoint_not_whole_is_named(tmp_path: Path) -> None:
         text = refused(load=tmp_path, **options)
         assert "a.distcp has 4 bytes instead of 5, and 1 more" in text
     assert "a.distcp" not in refused(load=tmp_path, ckpt_step=61)
+
+
+def test_a_folder_in_the_place_of_the_pointer_is_refused_before_work_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Loading would do without it, but no save could say that it is the latest."""
+    checkpoints(tmp_path, 20)
+    (tmp_path / POINTER).mkdir()
+    for load in (None, tmp_path):
+        assert f"{POINTER} in it must be a file" in refused(load=load, save=tmp_path)
+    refuse_missing_checkpoint(CheckpointConfig(load=str(tmp_path)))
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(

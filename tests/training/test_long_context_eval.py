@@ -90,7 +90,9 @@ def test_a_document_says_of_each_fact_one_digit_only() -> None:
     "changes, message",
     [
         ({"vocab_size": 100}, "--vocab-size 100 must be at least 118: 11 ids for each of 10"),
-        ({"key_digits": 11}, "--key-digits 11 must be 1 to the number of facts"),
+        ({"key_digits": 11}, "--facts 10 must be at least the digits of a passkey, 11"),
+        ({"facts": 3}, "--facts 3 must be at least the digits of a passkey, 5"),
+        ({"facts": 0}, "--facts 0 must be at least 1"),
         ({"asked": 0.0}, "--asked 0 must be in"),
     ],
 )

@@ -44,6 +44,8 @@ class PasskeyMix:
     """Words of the longest stretch; the shortest has one."""
 
     def __post_init__(self) -> None:
+        if self.facts < 1:
+            raise ValueError(f"--facts {self.facts} must be at least 1")
         needed = self.facts * (DIGITS + 1) + FEWEST_WORDS
         if self.vocab_size < needed:
             raise ValueError(
@@ -52,7 +54,7 @@ class PasskeyMix:
             )
         if not 1 <= self.key_digits <= self.facts:
             raise ValueError(
-                f"--key-digits {self.key_digits} must be 1 to the number of facts ({self.facts})"
+                f"--facts {self.facts} must be at least the digits of a passkey, {self.key_digits}"
             )
         if not 0 < self.asked <= 1:
             raise ValueError(f"--asked {self.asked:g} must be in (0, 1]")
