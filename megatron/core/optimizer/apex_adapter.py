@@ -1,7 +1,8 @@
 """NVIDIA apex's fused optimizers: the only place that knows their names.
 
 PyPI's ``apex`` is an unrelated, abandoned package (a Pyramid web toolkit); the real one is built
-from NVIDIA's repository. Apex's kernels take plain CUDA tensors, not DTensors.
+from NVIDIA's repository. Apex's kernels take plain CUDA tensors; ``local_views`` gives them this
+rank's part of each parameter.
 """
 
 import importlib

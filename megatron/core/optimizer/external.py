@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron.core.config import OptimizerConfig
+from megatron.core.optimizer.local_views import Groups, LocalViews, local_part
+
+DEVICES = ("cuda",)
+"""Where their kernels run."""
 
 
 def build_fused(
@@ -14,18 +17,22 @@ def build_fused(
     """``FusedAdam`` (decoupled weight decay) or ``FusedSGD`` of ``module`` over ``groups``.
 
     Raises:
-        ValueError: when a parameter is not a plain fp32 CUDA tensor: their kernels take no other
-            kind, and with bf16 weights read optimizer state as fp32, whatever it is.
+        ValueError: when this rank's part of a parameter is no fp32 CUDA tensor: their kernels take
+            no other kind, and with bf16 weights read optimizer state as fp32, whatever it is.
     """
     for group in groups:
         for parameter in group["params"]:
-            plain = not isinstance(parameter, DTensor) and parameter.dtype == torch.float32
-            if not plain or parameter.device.type != "cuda":
+            part = local_part(parameter)
+            if part.dtype != torch.float32 or part.device.type not in DEVICES:
                 raise ValueError(
-                    f"--optimizer-impl {config.optimizer_impl} works on plain CUDA parameters, "
-                    "without tensor parallelism, sharding over data or context ranks, or --bf16, "
-                    "and with --params-dtype float32 alone; use --optimizer-impl torch"
+                    f"--optimizer-impl {config.optimizer_impl} updates float32 weights on CUDA, "
+                    f"not {part.dtype} on {part.device.type}; use --params-dtype float32 (--bf16 "
+                    "keeps such master weights), or --optimizer-impl torch"
                 )
+    return LocalViews(lambda views: _fused(module, config, views), groups)
+
+
+def _fused(module: Any, config: OptimizerConfig, groups: Groups) -> torch.optim.Optimizer:
     built: torch.optim.Optimizer
     if config.optimizer == "adam":
         built = module.FusedAdam(

@@ -1,7 +1,7 @@
 """Transformer Engine's fused optimizers: the only place that knows their names.
 
 Without its torch part, ``transformer-engine`` is an empty package whose import fails. The kernels
-take plain CUDA tensors, not DTensors.
+take plain CUDA tensors; ``local_views`` gives them this rank's part of each parameter.
 """
 
 import importlib
