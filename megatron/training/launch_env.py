@@ -169,6 +169,8 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     else:
         _check_alone(environ)
         env = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    if env.launcher != "torchrun":
+        _check_no_mpi(environ, env.world_size)
     _check(env)
     return env
 
@@ -180,6 +182,17 @@ def _check_alone(environ: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{name}={environ[name]} is set without {other}; set both (torchrun does), or "
                 "neither for one process"
+            )
+
+
+def _check_no_mpi(environ: Mapping[str, str], world_size: int) -> None:
+    """Processes of ``mpirun`` would each be rank 0 of 1, or several of them the same rank."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun sets the second too, to its tasks
+        if name in environ and _integer(environ, name) != world_size:
+            raise ValueError(
+                f"{name}={environ[name]}: mpirun started this process, but its variables aren't "
+                f"read and the world would be of {world_size}; start with torchrun or srun, or set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
 
 

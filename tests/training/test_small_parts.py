@@ -170,6 +170,16 @@ def test_half_of_a_rank_is_refused(alone: dict[str, str]) -> None:
     assert launch_environment({"WORLD_SIZE": "1"}).launcher == "single"
 
 
+@pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("slurm", [{}, SLURM], ids=["alone", "in a job"])
+def test_ranks_of_mpirun_are_refused(size: str, slurm: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{size}=2: mpirun started .* RANK, WORLD_SIZE"):
+        launch_environment(slurm | {size: "2"})
+    same = slurm.get("SLURM_NTASKS", "1")  # srun --mpi=pmi2 says so too; torchrun knows better
+    launch_environment(slurm | {size: same})
+    launch_environment({size: "2", "RANK": "3", "WORLD_SIZE": "4"})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
