@@ -14,7 +14,11 @@ import subprocess
 from collections.abc import Mapping
 
 SLURM_PORT_BASE = 20000
-SLURM_PORT_RANGE = 20000
+SLURM_PORT_RANGE = 12000
+"""Ends below the ports that Linux hands out to connections, from 32,768 on."""
+SLURM_STEP_DISTANCE = 997
+SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""From here on step ids are no steps of tasks: the shell of ``salloc``, a batch script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +42,9 @@ class LaunchEnvironment:
         )
 
 
-def slurm_port(job_id: int) -> int:
-    """A rendezvous port that differs between the jobs of a node."""
-    return SLURM_PORT_BASE + job_id % SLURM_PORT_RANGE
+def slurm_port(job_id: int, step_id: int = 0) -> int:
+    """A rendezvous port that differs between the jobs of a node and between a job's steps."""
+    return SLURM_PORT_BASE + (job_id + SLURM_STEP_DISTANCE * step_id) % SLURM_PORT_RANGE
 
 
 def first_host(node_list: str) -> str:
@@ -88,7 +92,8 @@ def _same_on_every_node(per_node: str) -> int | None:
 
 
 def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
-    per_node = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
+    # The step's own first: SLURM_NTASKS_PER_NODE may be that of the job, which srun -n undercuts.
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE")
     named = [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if environ.get(name)]
     nodes = _integer(environ, named[0]) if named else 1
     if per_node is None:
@@ -105,6 +110,13 @@ def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
             "start one task per device on every node (--nodes, --ntasks-per-node)"
         )
     return count
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process; the shell of a job has variables of Slurm too."""
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+        return False
+    return _integer(environ, "SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
 
 
 def _check_slurm_devices(environ: Mapping[str, str], per_node: int) -> None:
@@ -136,7 +148,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             _integer(environ, "MASTER_PORT", 29500),
             "torchrun",
         )
-    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+    elif _is_slurm_task(environ):
         world = _integer(environ, "SLURM_NTASKS")
         per_node = _slurm_ranks_per_node(environ, world)
         _check_slurm_devices(environ, per_node)
@@ -150,12 +162,15 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             _integer(environ, "SLURM_LOCALID", 0),
             per_node,
             environ.get("MASTER_ADDR") or first_host(nodes),
-            port or slurm_port(_integer(environ, "SLURM_JOB_ID")),
+            port
+            or slurm_port(_integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID")),
             "slurm",
         )
     else:
         _check_alone(environ)
         env = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    if env.launcher != "torchrun":
+        _check_no_mpi(environ, env.world_size)
     _check(env)
     return env
 
@@ -167,6 +182,17 @@ def _check_alone(environ: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{name}={environ[name]} is set without {other}; set both (torchrun does), or "
                 "neither for one process"
+            )
+
+
+def _check_no_mpi(environ: Mapping[str, str], world_size: int) -> None:
+    """Processes of ``mpirun`` would each be rank 0 of 1, or several of them the same rank."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun sets the second too, to its tasks
+        if name in environ and _integer(environ, name) != world_size:
+            raise ValueError(
+                f"{name}={environ[name]}: mpirun started this process, but its variables aren't "
+                f"read and the world would be of {world_size}; start with torchrun or srun, or set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
 
 

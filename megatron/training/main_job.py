@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from megatron.training.arguments import ResolvedRun, check_command_line, refusal
 from megatron.training.launch_env import LaunchEnvironment, launch_environment
 from megatron.training.signals import ExitSignals
+from megatron.training.streams import open_missing_streams
 
 if TYPE_CHECKING:  # torch must not be imported before the command line is checked
     import torch
@@ -55,11 +56,12 @@ def pretrain(
         bits when it was computed again, 1 after any other failure of this or another rank.
     """
     started = time.time()
+    open_missing_streams()
     signals = signals or ExitSignals().install()
     try:
         env = launch_environment(environ)
     except ValueError as error:
-        print(refusal(error), file=sys.stderr)
+        _say_refusal(refusal(error))
         return USER_ERROR
     try:
         resolved = check_command_line(
@@ -75,11 +77,16 @@ def pretrain(
         return _run(resolved, env, signals, started, (model_provider, data_provider, loss_provider))
     except ValueError as error:
         if env.rank == 0:
-            print(refusal(error), file=sys.stderr, flush=True)
+            _say_refusal(refusal(error))
         elif env.local_rank == 0:
             # A file may be missing on this node alone: the first rank of each node says so.
-            print(f"rank {env.rank}: {refusal(error)}", file=sys.stderr, flush=True)
+            _say_refusal(f"rank {env.rank}: {refusal(error)}")
         return USER_ERROR
+
+
+def _say_refusal(text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk under the log: the exit code says it too
+        print(text, file=sys.stderr, flush=True)
 
 
 def _look_for_checkpoint(resolved: ResolvedRun) -> None:

@@ -60,6 +60,28 @@ def test_two_jobs_on_one_node_get_two_ports() -> None:
     assert other.master_port != launch_environment(SLURM).master_port
 
 
+def test_two_steps_of_one_job_get_two_ports() -> None:
+    # Else rank 1 of the one trains with rank 0 of the other.
+    other = launch_environment(SLURM | {"SLURM_STEP_ID": "1"})
+    assert other.master_port != launch_environment(SLURM).master_port
+    assert all(20000 <= slurm_port(job, step) < 32768 for job in (0, 11999) for step in (0, 40))
+
+
+def test_a_step_may_be_smaller_than_its_job() -> None:
+    # srun -n2 in a job of --nodes=2 --ntasks-per-node=2: the step keeps the job's variable.
+    step = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_NODES": "2"}
+    assert launch_environment(SLURM | step).ranks_per_node == 1
+
+
+def test_the_shell_of_salloc_is_no_rank() -> None:
+    # With LaunchParameters=use_interactive_step it is a step, and has the tasks of the job.
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290"}
+    shell |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_NODES": "1"}
+    env = launch_environment(SLURM | shell | {"SLURM_GPUS_ON_NODE": "8"})
+    assert (env.world_size, env.launcher) == (1, "single")
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -146,6 +168,16 @@ def test_half_of_a_rank_is_refused(alone: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="set both"):
         launch_environment(alone)
     assert launch_environment({"WORLD_SIZE": "1"}).launcher == "single"
+
+
+@pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("slurm", [{}, SLURM], ids=["alone", "in a job"])
+def test_ranks_of_mpirun_are_refused(size: str, slurm: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{size}=2: mpirun started .* RANK, WORLD_SIZE"):
+        launch_environment(slurm | {size: "2"})
+    same = slurm.get("SLURM_NTASKS", "1")  # srun --mpi=pmi2 says so too; torchrun knows better
+    launch_environment(slurm | {size: same})
+    launch_environment({size: "2", "RANK": "3", "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(

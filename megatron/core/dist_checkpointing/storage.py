@@ -128,6 +128,7 @@ class _ChecksumStream(io.RawIOBase):
         self._synced = 0
         self.crc = 0
         self.size = 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -141,8 +142,12 @@ class _ChecksumStream(io.RawIOBase):
     def _write_block(self, block: memoryview) -> None:
         self.crc = zlib.crc32(block, self.crc)
         done = 0
-        while done < len(block):  # a raw file may take less than it is given
-            done += self._file.write(block[done:])
+        try:
+            while done < len(block):  # a raw file may take less than it is given
+                done += self._file.write(block[done:])
+        except OSError as error:
+            self.failure = error
+            raise
         self.size += done
         if self.size - self._synced >= SYNC_BYTES:
             os.fdatasync(self._file.fileno())
@@ -181,6 +186,11 @@ class _ChecksumFileSystem(FileSystem):
         stream = _ChecksumStream(file, self._progress)
         try:
             yield stream
+        except RuntimeError:
+            # torch's zip file, closed after a write that failed, complains of itself instead.
+            if stream.failure is None:
+                raise
+            raise stream.failure from None
         finally:
             stream.close()
         self.written[Path(path).name] = (stream.crc, stream.size)
