@@ -114,8 +114,10 @@ def _slurm_ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process; the shell of a job has variables of Slurm too."""
-    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+    if "SLURM_PROCID" not in environ:
         return False
+    if "SLURM_STEP_ID" not in environ:  # a batch script is no step; a container may hide a step's
+        return environ.get("ENVIRONMENT") != "BATCH"
     return _integer(environ, "SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
 
 
@@ -163,7 +165,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             per_node,
             environ.get("MASTER_ADDR") or first_host(nodes),
             port
-            or slurm_port(_integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID")),
+            or slurm_port(_integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)),
             "slurm",
         )
     else:

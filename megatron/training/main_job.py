@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # torch must not be imported before the command line is check
 
 USER_ERROR = 2
 
+LONE_REFUSAL_SECONDS = 1.0
+"""How long a rank that isn't its node's first waits before it says that it is refused."""
+
 
 def pretrain(
     model_provider: "ModelProvider",
@@ -81,6 +84,10 @@ def pretrain(
         elif env.local_rank == 0:
             # A file may be missing on this node alone: the first rank of each node says so.
             _say_refusal(f"rank {env.rank}: {refusal(error)}")
+        else:
+            # Mostly all ranks are refused alike, and the launcher ends this one meanwhile.
+            time.sleep(LONE_REFUSAL_SECONDS)
+            _say_refusal(f"rank {env.rank}: {refusal(error).splitlines()[0]}")
         return USER_ERROR
 
 

@@ -19,8 +19,10 @@ from megatron.core.context_extension import ContextSchedule, StageDefaults
 from megatron.training.launch_env import first_host, launch_environment, slurm_port
 from megatron.training.learning_rate import learning_rate
 from megatron.training.loggers import BackgroundLogger
+from megatron.training.main_job import pretrain
 from megatron.training.metrics_file import MetricsFile, cut_torn_line, read_metrics
 from megatron.training.reporting import Reporter, format_training_line, peak_tflops
+from megatron.training.signals import ExitSignals
 
 SLURM = {
     "SLURM_PROCID": "3",
@@ -80,6 +82,14 @@ def test_the_shell_of_salloc_is_no_rank() -> None:
     shell |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_NODES": "1"}
     env = launch_environment(SLURM | shell | {"SLURM_GPUS_ON_NODE": "8"})
     assert (env.world_size, env.launcher) == (1, "single")
+
+
+def test_a_batch_script_is_no_rank_but_a_task_without_its_step_is() -> None:
+    without = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
+    assert launch_environment(without) == launch_environment(SLURM)
+    script = without | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
+    assert launch_environment(script).launcher == "single"
+    assert launch_environment(SLURM | {"ENVIRONMENT": "BATCH"}).launcher == "slurm"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +237,20 @@ def test_the_entry_point_checks_flags_without_torch() -> None:
     assert done.returncode == 2, done.stderr
     assert "--num-layers" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_a_rank_that_is_refused_alone_says_so(
+    local: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.training.main_job.LONE_REFUSAL_SECONDS", 0.0)
+    rank = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": f"{local}", "LOCAL_WORLD_SIZE": "2"}
+    argv = ["--num-layers=0", "--hidden-size=-1"]
+    none: Any = None
+    assert pretrain(none, none, none, argv=argv, environ=rank, signals=ExitSignals()) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("rank 3: pretrain_gpt.py: ") and "errors:" in said[0]
+    assert (len(said) == 1) == (local == 1)  # the node's first rank lists them
 
 
 def test_metrics_lines_survive_a_torn_one(tmp_path: Path) -> None:
