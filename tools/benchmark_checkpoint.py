@@ -6,8 +6,9 @@ Each rank holds half the megabytes as weights of its own and the other half as a
 all ranks hold alike (of which each byte is written once). Everything is measured in one run,
 in turn, ``--repeats`` times; the median counts:
 
-- plain: each rank calls ``torch.save`` on the bytes it would write here, with an fsync at the
-  end as here, and waits for the others; ``plain, no fsync`` leaves that out;
+- plain: each rank calls ``torch.save`` on the bytes it would write here, into a new file, with an
+  fsync at the end and the file before it removed then, as here, and waits for the others;
+  ``plain, no fsync`` leaves the fsync out;
 - sync: ``CheckpointSaver.save``: plan, write, checksums, fsync, publish, pointer;
 - async: how long ``save`` keeps the training thread, and until all is on disk;
 - load: checksums verified and tensors read in place.
@@ -94,13 +95,16 @@ def measure(jobs: dict[str, Any], rank: int, ranks: int, kind: str) -> dict[str,
 def _plain(jobs: dict[str, Any], rank: int, *, sync: bool) -> None:
     import torch
 
-    path = jobs["root"] / f"plain_{rank}.pt"
-    path.unlink(missing_ok=True)
+    old = jobs.get("plain path")
+    jobs["iteration"] += 1
+    path = jobs["plain path"] = jobs["root"] / f"plain_{rank}_{jobs['iteration']}.pt"
     with path.open("wb") as file:
         torch.save(jobs["plain"], file)
         if sync:
             file.flush()
             os.fsync(file.fileno())
+    if old is not None:
+        old.unlink()
 
 
 def _load(jobs: dict[str, Any]) -> None:
