@@ -29,8 +29,8 @@ def _run(code: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_plain_end_aborts_with_a_thread_inside_torch() -> None:
-    # If this no longer holds, leave() has lost its reason.
-    assert _run("sys.exit(7)").returncode == -signal.SIGABRT
+    # If this no longer holds, leave() has lost its reason. Between two operations it may end well.
+    assert any(_run("sys.exit(7)").returncode == -signal.SIGABRT for _ in range(5))
 
 
 def test_leaving_gives_the_code_and_runs_what_a_plain_end_runs() -> None:
