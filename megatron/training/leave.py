@@ -3,7 +3,7 @@
 While Python takes itself apart, a thread of C++ that then needs the interpreter lock (one of
 gloo that drops the last reference to a tensor, one in the middle of a torch operation) is
 unwound through frames that must not throw: ``terminate called without an active exception``,
-exit by SIGABRT, after a run that was whole. It happens about once in thousands of runs.
+exit by SIGABRT, after a run that was whole. Rare: the thread must come late.
 """
 
 import atexit

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.context_extension import Stage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.models.gpt.flops import training_flops
-from megatron.core.optimizer import clear_gradients
 from megatron.training.evaluation import evaluate
 from megatron.training.health import LossSpikes, step_time_spread, straggler
 from megatron.training.reporting import Record, peak_tflops
@@ -139,7 +138,7 @@ class TrainingLoop:
                 result = train_step(trainer, batches)
             except RerunMismatch as error:
                 # Nothing was updated: the state is still that of the step before.
-                clear_gradients(trainer.optimizer)
+                trainer.optimizer.zero_grad()
                 trainer.reporter.warn(f"{error}; stopping after iteration {state.iteration}")
                 return OTHER_BITS
             self._count(result, number)

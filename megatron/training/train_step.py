@@ -17,7 +17,7 @@ from megatron.core.context_parallel.integrity import check_same_batch
 from megatron.core.distributed import clip_gradients, finalize_gradients, gradient_norm
 from megatron.core.models.gpt.flops import visible_pairs
 from megatron.core.models.gpt.prepare import prepare_batch
-from megatron.core.optimizer import clear_gradients, set_learning_rate
+from megatron.core.optimizer import set_learning_rate
 from megatron.core.packed_batch import PackedBatch
 from megatron.core.parallel_state import assert_same_over_ranks
 from megatron.core.tensor_parallel import DropoutKey
@@ -133,7 +133,7 @@ def forward_backward(
     trainer: Trainer, batches: Sequence[PackedBatch], loss_tokens: int
 ) -> tuple[float, float]:
     """Gradients of the mean loss into the parameters; returns (mean loss, gradient norm)."""
-    clear_gradients(trainer.optimizer)
+    trainer.optimizer.zero_grad()
     scale = trainer.loss_provider(loss_tokens)
     keys = dropout_keys(trainer, len(batches))
     loss = summed_loss(trainer, trainer.runner.run(batches, scale, keys)) * scale
@@ -189,5 +189,5 @@ def train_step(trainer: Trainer, batches: Sequence[PackedBatch]) -> StepResult:
         clip_gradients(trainer.parameters, norm, trainer.config.optimizer.clip_grad)
         set_learning_rate(trainer.optimizer, rate)
         trainer.optimizer.step()
-    clear_gradients(trainer.optimizer)
+    trainer.optimizer.zero_grad()
     return StepResult(loss, loss_tokens, norm, rate, pairs, applied)

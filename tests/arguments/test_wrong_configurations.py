@@ -459,6 +459,22 @@ def test_absent_packages_are_refused_with_the_install_hint(name, monkeypatch):
     assert all(text in str(caught.value) for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("add", "text"),
+    [
+        ("--params-dtype bfloat16", "apex updates float32 weights, not --params-dtype bfloat16"),
+        ("--distributed-backend gloo", "apex runs on CUDA, but with --distributed-backend gloo"),
+    ],
+)
+def test_what_an_optional_optimizer_cannot_update_is_refused(add, text, monkeypatch):
+    monkeypatch.setattr("megatron.core.optimizer.apex_adapter.probe", lambda: None)
+    line = command_line("--optimizer-impl apex --bf16")
+    assert check_command_line(line, world_size=1).config.optimizer.optimizer_impl == "apex"
+    with pytest.raises(ValueError) as caught:
+        check_command_line(command_line(f"--optimizer-impl apex {add}"), world_size=1)
+    assert text in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
 def test_all_broken_rules_come_at_once_with_the_world_size_last():
     add = (
         "--hidden-size 100 --fp16 --seq-length 1001 --context-parallel-size 2 --lr x --min-lr 1 "

@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,12 @@ def wait_for_file(path: Path, seconds: float = 60) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.02)
+
+
+def signalled_in(name: str, call: int) -> Any:
+    """A hook: a signal to rank 1 in a call of a function that the training loop calls."""
+    place = {"module": "megatron.training.loop", "name": name, "call": call}
+    return partial(injection.signalled_in, victim=1, **place)
 
 
 def without(argv: list[str], *flags: str) -> list[str]:
@@ -65,13 +72,7 @@ def test_a_signal_at_the_start_of_a_stage_leaves_before_its_first_step(
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(SCHEDULE)
     more = (f"--context-schedule={schedule}", "--eval-interval=3", "--eval-iters=1")
-    hook = partial(
-        injection.signalled_in,
-        victim=1,
-        module="megatron.training.loop",
-        name="enter_stage",
-        call=stage,
-    )
+    hook = signalled_in("enter_stage", stage)
     argv = without(saving(tmp_path, "run", *more), "--train-iters", "--seq-length")
     result = run_job(2, argv, hook=hook, timeout=60).check(99)
     assert f"a signal came: leaving after iteration {3 * stage}" in result.output[0]
@@ -86,13 +87,7 @@ def test_a_signal_at_the_start_of_a_stage_leaves_before_its_first_step(
 def test_a_signal_saves_before_an_evaluation(tmp_path: Path) -> None:
     """An evaluation may take longer than what a batch system gives between signal and end."""
     argv = saving(tmp_path, "run", "--save-interval=2", "--eval-interval=2", "--eval-iters=1")
-    hook = partial(
-        injection.signalled_in,
-        victim=1,
-        module="megatron.training.loop",
-        name="train_step",
-        call=1,
-    )
+    hook = signalled_in("train_step", 1)
     text = run_job(2, argv, hook=hook, timeout=60).check(99).output[0]
     saved, evaluated = text.index("checkpoint of iteration 2"), text.index("at iteration 2")
     assert saved < evaluated < text.index("leaving after iteration 2")
@@ -101,13 +96,7 @@ def test_a_signal_saves_before_an_evaluation(tmp_path: Path) -> None:
 
 def test_a_signal_in_the_last_step_still_finishes(tmp_path: Path) -> None:
     """All is saved; the requeued job finds nothing to do and ends with 0."""
-    hook = partial(
-        injection.signalled_in,
-        victim=1,
-        module="megatron.training.loop",
-        name="train_step",
-        call=5,
-    )
+    hook = signalled_in("train_step", 5)
     argv = saving(tmp_path, "run")
     run_job(2, argv, hook=hook, timeout=60).check(99)
     assert latest_iteration(tmp_path / "run") == (6, None)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.core.config import OptimizerConfig
 from megatron.core.optimizer import (
     build_optimizer,
-    clear_gradients,
     parameter_groups,
     set_learning_rate,
 )
@@ -156,7 +155,7 @@ def test_fused_optimizers_clear_gradients_and_keep_their_count_over_a_resume(mon
     weight, optimizer = _fused(monkeypatch)
     for _ in range(3):
         optimizer.step()
-    clear_gradients(optimizer)
+    optimizer.zero_grad()
     assert weight.grad is None
     resumed = _fused(monkeypatch)[1]
     set_optimizer_step(resumed, 3)

@@ -95,9 +95,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Write ``lr`` into every group; whatever a checkpoint put there is overwritten."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Let all gradients go."""
-    # The default of torch, apex and TE alike; apex's zero_grad takes no argument to ask for it.
-    optimizer.zero_grad()

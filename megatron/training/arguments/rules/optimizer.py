@@ -147,6 +147,17 @@ def optimizer_package(facts: Facts) -> Iterator[str]:
         return
     from megatron.core.optimizer import apex_adapter, te_adapter
 
+    if facts.config.model.params_dtype not in (None, "float32"):
+        yield (
+            f"--optimizer-impl {kind} updates float32 weights, not --params-dtype "
+            f"{facts.config.model.params_dtype}; remove one of the two (--bf16 keeps float32 "
+            "weights)"
+        )
+    if facts.config.parallel.distributed_backend == "gloo":
+        yield (
+            f"--optimizer-impl {kind} runs on CUDA, but with --distributed-backend gloo a run is "
+            "on the CPU; remove one of the two"
+        )
     try:
         (apex_adapter if kind == "apex" else te_adapter).probe()
     except ValueError as error:
